@@ -185,13 +185,13 @@ def _side_by_side(given: Matrices) -> Any:
 
 def _windows(device: Any, x: Tensor, gate_up: Any, down: Any, spec: MlpSpec) -> str:
     """How a layer's rows of d columns are cut."""
-    from ..triton.gemm.mlp import Run
+    from ..triton.gemm.mlp import Pass
     from ..triton.launch.device import blocks
 
     layer = _layer(_operands_of_layer(x, gate_up, down, None, spec), spec)
-    run = Run(device, layer, x, moves_twice=False, may_gather=spec.compute is None)
-    rows = "none, products gather them" if run.gathers else run.num_windows
-    columns, size = blocks(run.hidden, run.window_columns), run.buffer.shape[0] * run.item / 2**20
+    run = Pass(device, layer, x, reuses_rows=False, may_gather=spec.compute is None)
+    rows = "none, products gather them" if run.gathers else run.num_chunks
+    columns, size = blocks(run.hidden, run.chunk_columns), run.buffer.shape[0] * run.item / 2**20
     return f"workspace: {size:.1f} MiB; windows of rows in the forward pass: {rows}; windows of columns: {columns}"
 
 

@@ -166,10 +166,10 @@ def float8_product(
         d_weights: float32 [M, width / 128] or None; of a gradient, the sums by row are the gradients of the weights.
     """
     experts, outer, inner = matrix.codes.shape
-    windows = tables.windows.shape[0] - 3
-    begin = address(tables.windows) + ITEM_BYTES["int32"] * (windows + 1 if window is None else window)
+    windows = tables.chunk_tiles.shape[0] - 3
+    begin = address(tables.chunk_tiles) + ITEM_BYTES["int32"] * (windows + 1 if window is None else window)
     sizes = num_rows, rows[1], experts, inner, outer, out.first_column, out.width, rows[0], min(num_rows, rows[1])
-    arrays = (*source, *matrix, row_to_token, weights, tables.first, tables.stop, tables.tiles)
+    arrays = (*source, *matrix, row_to_token, weights, tables.group_starts, tables.group_ends, tables.tile_starts)
     results = out.array, hidden, *(hidden_codes or (None, None)), *(made or (None, None)), d_weights, tables.counters
     arguments = (*sizes, *map(address, arrays), begin, *map(address, results), bits_of(AMAX_MIN), result)
     device.launch(device.grouped_float8[0], 1, _TYPES, arguments, (), 1)

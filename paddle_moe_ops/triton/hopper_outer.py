@@ -103,7 +103,7 @@ def hopper_outer(
         _TYPES,
         (
             *(num_rows, out.shape[0], p.width, q.width, out.shape[1], out.shape[2], *window, p.stride, q.stride),
-            *(p.address(item), q.address(item), address(tables.first), address(tables.stop), address(out)),
+            *(p.address(item), q.address(item), address(tables.group_starts), address(tables.group_ends), address(out)),
             *(sources, address(row_to_token), address(tables.counters), LIBRARY_DTYPES[dtype], which),
         ),
         (),

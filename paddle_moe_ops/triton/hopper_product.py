@@ -126,7 +126,7 @@ def grouped_product_of(library: Any) -> LibraryKernel | None:
 
 def has_fast_memory(gpu: Gpu) -> bool:
     """Whether memory is fast beside the multiprocessors, as that of an H200 is and that of an H100 is not."""
-    return gpu.memory >= _FAST_MEMORY * gpu.multiprocessors
+    return gpu.memory_gbps >= _FAST_MEMORY * gpu.num_sms
 
 
 def tile_columns(inner: int, columns: int) -> int:
@@ -252,9 +252,9 @@ def hopper_product(
     inner, outer = matrix[::-1] if transpose else matrix
     if result == GRADIENT and weights is not None and d_weights is None:
         d_weights = device.empty([num_rows, blocks(out.width, TILE_COLUMNS)], "float32")
-    windows = tables.num_windows
+    windows = tables.num_chunks
     rows_here = num_rows if window is None else min(num_rows, source.height)
-    begin = address(tables.windows) + ITEM_BYTES["int32"] * (windows + 1 if window is None else window)
+    begin = address(tables.chunk_tiles) + ITEM_BYTES["int32"] * (windows + 1 if window is None else window)
     device.launch(
         device.grouped_product,
         1,
@@ -262,7 +262,7 @@ def hopper_product(
         (
             *(num_rows, source.height, experts, inner, outer, out.first_column, out.width, source.first_row, rows_here),
             *(source.address(item), source.stride, *map(address, (w, row_to_token, weights))),
-            *(*map(address, (tables.first, tables.stop, tables.tiles)), begin),
+            *(*map(address, (tables.group_starts, tables.group_ends, tables.tile_starts)), begin),
             *map(address, (out.array, hidden, tables.counters, d_weights)),
             *(LIBRARY_DTYPES[dtype], result, int(transpose), tile_rows, int(gathers), tile_columns(inner, out.width)),
         ),

@@ -75,7 +75,7 @@ def test_on_triton_it_names_the_kernels_that_a_call_launches(keep, form, transpo
 
 @pytest.mark.parametrize("options", [{}, {"keep": "x"}, {"accumulate": True}], ids=str)
 def test_it_names_the_kernels_of_the_library(options, on_hopper, rng, monkeypatch):
-    monkeypatch.setattr(gather_heuristic, "_LARGEST_GATHERED", 0)
+    monkeypatch.setattr(gather_heuristic, "_MAX_GATHERED_N", 0)
     layer = Layer(rng, SMALL, BF16, sizes=(16, 24))
     leaves = layer.leaves
     monkeypatch.setattr(layer, "leaves", lambda place: with_main_grad(leaves(place)))

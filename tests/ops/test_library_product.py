@@ -43,7 +43,7 @@ def launches(monkeypatch, place, tile_rows):
     rows = {hopper_product.PLAIN: tile_rows}
     chosen = lambda gpu, result, *_: rows.get(result, hopper_product.TURNED_ROWS)  # noqa: E731
     monkeypatch.setattr(hopper_product, "chosen_rows", chosen)
-    monkeypatch.setattr(gather_heuristic, "_LARGEST_GATHERED", 0)
+    monkeypatch.setattr(gather_heuristic, "_MAX_GATHERED_N", 0)
     yield seen
     for device in paddle_device._devices.values():  # what was recorded in the test chose by its sizes
         device.recordings.clear()

@@ -112,7 +112,7 @@ def test_interpreted_kernels_with_gradients(interpreted, transpose, keep, form, 
     with use_backend("triton"):
         made = layer.run("cpu", keep=keep, workspace_mb=1)
     assert_close(made, layer.due(), np.float16)
-    assert interpreted.launches.count("product_kernel") == (4 if keep == "h" else 5)
+    assert interpreted.launches.count("grouped_gemm_kernel") == (4 if keep == "h" else 5)
     assert interpreted.launches.count("swiglu_gradient_kernel") == 1
 
 

@@ -23,7 +23,7 @@ without_paddle(always=True)
 
 from paddle_moe_ops.triton.gemm import mlp  # noqa: E402
 from paddle_moe_ops.triton.gemm.bias_gradient import bias_gradient  # noqa: E402
-from paddle_moe_ops.triton.gemm.configs import product_config, weight_gradient_config  # noqa: E402
+from paddle_moe_ops.triton.gemm.configs import gemm_config, wgrad_config  # noqa: E402
 from paddle_moe_ops.triton.gemm.grouped_gemm import grouped_gemm, grouped_gemm_backward  # noqa: E402
 from paddle_moe_ops.triton.gemm.types import (  # noqa: E402
     Gpu,
@@ -134,8 +134,8 @@ def products_by_descriptors(gpu: CompilingDevice, x: NumpyArray, matrices: Numpy
     hopper = Gpu(HOPPER, 132)
     experts, outer, inner = matrices.shape
     rows, weights = (
-        product_config(hopper, 256 * experts, experts, inner, outer),
-        weight_gradient_config(hopper, outer, inner),
+        gemm_config(hopper, 256 * experts, experts, inner, outer),
+        wgrad_config(hopper, outer, inner),
     )
     for transpose, matrix in ((True, matrices), (False, gpu.reshape(matrices, (experts, inner, outer)))):
         product = grouped_gemm(gpu, x, matrix, groups, transpose, config=rows)

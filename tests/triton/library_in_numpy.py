@@ -251,7 +251,7 @@ def launches_of(name: str, params: type[ctypes.Structure], monkeypatch: pytest.M
 
 def choose_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have layers run as on a Hopper GPU, in small tiles."""
-    for name in ("gated_config", "product_config", "weight_gradient_config"):
+    for name in ("gated_config", "gemm_config", "wgrad_config"):
         monkeypatch.setattr(mlp, name, lambda *_: TILES)
     monkeypatch.setattr(mlp, "gpu_at", lambda _: HOPPER)
 
@@ -291,7 +291,7 @@ def use_products(
     kernel = kernel_for(gpu, monkeypatch, numpy_grouped_product(), grouped_product_of)
     if not isinstance(gpu, NumpyDevice):
         large = GemmConfig(128, 128, 64, 8, 4, 8, 1, tma=True)
-        for name in ("gated_config", "product_config"):
+        for name in ("gated_config", "gemm_config"):
             monkeypatch.setattr(mlp, name, lambda *_: large)
     monkeypatch.setattr(gpu, "grouped_product", kernel)
     monkeypatch.setattr(gpu, "grouped_outer", kernel_for(gpu, monkeypatch, numpy_grouped_outer(), grouped_outer_of))

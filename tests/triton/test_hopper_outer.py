@@ -224,7 +224,7 @@ def test_layers_that_gather_make_their_gradients_from_tokens(rng, device, launch
 
 def test_layers_take_their_gradients_from_it_window_by_window(rng, device, launched, monkeypatch):
     monkeypatch.setattr(mlp, "_COLUMN_STEP", 16)
-    monkeypatch.setattr(mlp, "gathers_for_matrix", lambda *_: False)
+    monkeypatch.setattr(mlp, "gathers_in_wgrad", lambda *_: False)
     problem = Problem(rng, Case(60, 40, 8, 3, 2), ml_dtypes.bfloat16, False)
     assert_all_same(problem.run(device, 1 << 12), problem.due())
     assert {each["first_p"] for each in launched} == {each["first_q"] for each in launched} == {0, 16, 32}
@@ -237,7 +237,7 @@ def test_rows_that_no_other_product_takes_are_gathered_beside_few_columns(
     rng, device, launched, monkeypatch, most, gathered
 ):
     """Those of the gradient of W1, 2n = 16 columns; the gradient of W2 takes the rows that were moved before it."""
-    monkeypatch.setattr(gather_heuristic, "_MOST_COLUMNS_BESIDE_GATHERED", most)
+    monkeypatch.setattr(gather_heuristic, "_MAX_COLUMNS_OF_GATHERING_WGRAD", most)
     problem = Problem(rng, Case(170, 24, 8, 3, 2), ml_dtypes.bfloat16, True)
     assert_all_same(problem.run(device), problem.due())
     assert [each["gathered"] for each in launched] == gathered

@@ -1,8 +1,8 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""How the grouped product is cut, by GPU and sizes; `benchmarks/sweeps/grouped_gemm.py` measures the choices.
+"""Configurations of the grouped GEMM and wgrad by GPU and sizes, measured by `benchmarks/sweeps/grouped_gemm.py`.
 
-There is no tuning while a program runs: a call takes the same kernel in every run.
+Nothing is autotuned at run time: a call launches the same kernel in every run.
 """
 
 from __future__ import annotations
@@ -13,59 +13,59 @@ from ..launch.allocator import ALLOCATOR
 from ..launch.device import blocks, next_power_of_2
 from .types import Gpu
 
-__all__ = ["GemmConfig", "gated_config", "product_config", "weight_gradient_config"]
+__all__ = ["GemmConfig", "gated_config", "gemm_config", "wgrad_config"]
 
-_LARGE = (9, 10)  # compute capabilities of 228 KB of shared memory a multiprocessor: 12.x has 100 again, as 8.6 and 8.9
+_LARGE = (9, 10)  # compute capabilities with 228 KB of shared memory per SM; 12.x has 100 KB, as 8.6 and 8.9
 
 
 class GemmConfig(NamedTuple):
-    """One way to cut a product.
+    """A configuration of a GEMM kernel.
 
     Attributes:
-        rows: rows of a tile of the result.
-        columns: columns of a tile of the result.
-        depth: of the contraction, how much is multiplied at once.
-        band: tiles of rows that share their columns in the L2.
-        stages: blocks of operands on their way at a time.
-        warps: of a program.
-        programs: on each multiprocessor; 0: a program for every tile that there may be.
-        tma: whether operands come through tensor descriptors where that is possible.
-        flat_depth: the longest contraction whose tiles load ahead of one another: for more of them their number counts
-            less than the registers which that takes.
+        block_m: rows of an output tile.
+        block_n: columns of an output tile.
+        block_k: K elements per mainloop step.
+        group_m: row tiles per group of the swizzled tile order, which share columns of W in L2.
+        num_stages: stages of the software pipeline.
+        num_warps: warps of a program.
+        programs_per_sm: programs per SM of a persistent launch; 0: one program per tile.
+        tma: whether TMA loads operands where that is possible.
+        max_flat_k: longest K for one flat loop over all tiles of a program, which overlaps a tile's first loads with
+            the previous epilogue. With a longer K, epilogues are too rare to pay for the registers of that loop.
     """
 
-    rows: int
-    columns: int
-    depth: int
-    band: int
-    stages: int
-    warps: int
-    programs: int
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    num_stages: int
+    num_warps: int
+    programs_per_sm: int
     tma: bool
-    flat_depth: int = 0
+    max_flat_k: int = 0
 
     def grid(self, gpu: Gpu, tiles: int) -> int:
-        """Programs of a launch for at most so many tiles."""
-        return min(tiles, self.programs * gpu.multiprocessors) if self.programs else tiles
+        """Programs of a launch for at most ``tiles`` tiles."""
+        return min(tiles, self.programs_per_sm * gpu.num_sms) if self.programs_per_sm else tiles
 
     def fitting(self, rows: int, columns: int) -> GemmConfig:
-        """With tiles no larger than a result of this size needs; 16 is the least that tensor cores take."""
-        least = [max(16, next_power_of_2(size)) for size in (rows, columns)]
-        return self._replace(rows=min(self.rows, least[0]), columns=min(self.columns, least[1]))
+        """The configuration with tiles no larger than an output of this size needs, at least 16 for tensor cores."""
+        limits = [max(16, next_power_of_2(size)) for size in (rows, columns)]
+        return self._replace(block_m=min(self.block_m, limits[0]), block_n=min(self.block_n, limits[1]))
 
 
 def _is_small(gpu: Gpu) -> bool:
     return gpu.capability // 10 not in _LARGE
 
 
-_FLAT_DEPTH = 1536
+_MAX_FLAT_K = 1536
 
-# On GPUs before Hopper, and after it where blocks for descriptors do not fit.
+# Before Hopper, and on later GPUs whose shared memory is too small for the TMA configurations.
 _SMALL = GemmConfig(128, 128, 32, 8, 4, 4, 2, False)
 
 
-def product_config(gpu: Gpu, num_rows: int, num_experts: int, inner: int, outer: int) -> GemmConfig:
-    """Of a product with M rows, D terms a sum and N columns, on average M / E rows a group."""
+def gemm_config(gpu: Gpu, num_rows: int, num_experts: int, inner: int, outer: int) -> GemmConfig:
+    """Configuration of a GEMM with M rows, K = ``inner`` and N = ``outer``, on average M / E rows per group."""
     mean = blocks(num_rows, num_experts)
     if _is_small(gpu):
         return _SMALL.fitting(mean, outer)
@@ -73,22 +73,22 @@ def product_config(gpu: Gpu, num_rows: int, num_experts: int, inner: int, outer:
     if mean <= 64:
         return GemmConfig(64, 128, 64, 8, 4, 4, 2, tma).fitting(mean, outer)
     stages = 4 if inner <= 256 else 3
-    return GemmConfig(128, 256, 64, 8, stages, 8, 1, tma, _FLAT_DEPTH).fitting(mean, outer)
+    return GemmConfig(128, 256, 64, 8, stages, 8, 1, tma, _MAX_FLAT_K).fitting(mean, outer)
 
 
 def gated_config(gpu: Gpu, num_rows: int, num_experts: int, outer: int) -> GemmConfig:
-    """Of a product whose programs hold two tiles, of gates and of what they gate, N columns each."""
+    """Configuration of a GEMM with SwiGLU epilogue: a program holds two accumulators, gate and up, of N columns."""
     mean = blocks(num_rows, num_experts)
     if _is_small(gpu):
-        return _SMALL._replace(columns=64).fitting(mean, outer)
+        return _SMALL._replace(block_n=64).fitting(mean, outer)
     tma = ALLOCATOR is not None
     if mean <= 64:
         return GemmConfig(64, 64, 64, 8, 4, 4, 2, tma).fitting(mean, outer)
     return GemmConfig(128, 128, 64, 8, 4, 8, 1, tma).fitting(mean, outer)
 
 
-def weight_gradient_config(gpu: Gpu, rows: int, columns: int) -> GemmConfig:
-    """Of gradients of this size."""
+def wgrad_config(gpu: Gpu, rows: int, columns: int) -> GemmConfig:
+    """Configuration of wgrad for matrices of this size."""
     if _is_small(gpu):
         return _SMALL.fitting(rows, columns)
     return GemmConfig(128, 256, 64, 8, 3, 8, 1, ALLOCATOR is not None).fitting(rows, columns)

@@ -1,22 +1,22 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where a layer's products gather the rows of tokens, and where these are moved before."""
+"""Heuristic: gather token rows inside the GEMMs, or permute them first?"""
 
 from __future__ import annotations
 
-from .types import FEW_ROWS
+from .types import MEMORY_BOUND_ROWS_PER_EXPERT
 
-__all__ = ["gathers", "gathers_for_matrix"]
+__all__ = ["gathers", "gathers_in_wgrad"]
 
-# The largest n at which a product that gathers its rows beats one of rows that were moved. Moving reads and writes all
-# rows, and reads all tokens once for each window; gathering slows the product, which grows with n, by about a tenth.
-_LARGEST_GATHERED = 512  # with one window, by Triton, and not in the backward pass, whose rows serve two products
-_LARGEST_GATHERED_PER_PASS = 640  # with several windows, for each pass over rows of d columns
-# Both where the library makes the products. In the backward pass three products of the moved rows are faster, two of
-# them gradients of the matrices. What moving costs depends on memory, too.
+# Largest n at which a gathering GEMM beats permute + GEMM. Permuting reads and writes all rows, and reads all tokens
+# once per chunk. Gathering slows the GEMM, whose time grows with n, by about a tenth.
+_MAX_GATHERED_N = 512  # one chunk, Triton, forward pass: rows of the backward pass serve two GEMMs
+_MAX_GATHERED_N_PER_PASS = 640  # several chunks, for each pass over rows of d columns
+# Both limits for the library's GEMMs. In the backward pass, three GEMMs read permuted rows faster, two of them wgrads.
+# The cost of permuting depends on memory bandwidth, too.
 _BY_LIBRARY_FORWARD, _BY_LIBRARY_BACKWARD, _BY_LIBRARY_BACKWARD_WITH_FAST_MEMORY = (1536, 680), (1024, 500), (768, 500)
-# In gradients of the matrices, gathering slows the product by about a seventh. The product grows with these columns.
-_MOST_COLUMNS_BESIDE_GATHERED = 1536
+# Gathering slows wgrad by about a seventh, and its time grows with the columns of the other operand.
+_MAX_COLUMNS_OF_GATHERING_WGRAD = 1536
 
 
 def gathers(
@@ -24,38 +24,38 @@ def gathers(
     num_rows: int,
     experts: int,
     inner: int,
-    windows: int,
-    moves_twice: bool,
+    chunks: int,
+    reuses_rows: bool,
     by_library: bool,
     is_memory_fast: bool,
 ) -> bool:
-    """Whether products gather the rows of tokens, instead of having them moved window by window.
+    """True if the GEMMs of a pass gather token rows instead of reading rows that were permuted chunk by chunk.
 
     Args:
         num_tokens: T.
         num_rows: M.
         experts: E.
         inner: n.
-        windows: how many windows the rows would be moved in.
-        moves_twice: whether two products take the same rows of tokens.
-        by_library: whether the library's kernel that can gather makes the product.
+        chunks: number of row chunks if rows are permuted.
+        reuses_rows: whether two GEMMs read the same permuted rows.
+        by_library: whether the library's gathering kernel computes the GEMM.
         is_memory_fast: `hopper_product.has_fast_memory`.
     """
-    if by_library and num_rows <= FEW_ROWS * experts:
+    if by_library and num_rows <= MEMORY_BOUND_ROWS_PER_EXPERT * experts:
         return True
-    with_one_window, per_pass = -1 if moves_twice else _LARGEST_GATHERED, _LARGEST_GATHERED_PER_PASS
-    if by_library and not moves_twice:
-        with_one_window, per_pass = _BY_LIBRARY_FORWARD
+    with_one_chunk, per_pass = -1 if reuses_rows else _MAX_GATHERED_N, _MAX_GATHERED_N_PER_PASS
+    if by_library and not reuses_rows:
+        with_one_chunk, per_pass = _BY_LIBRARY_FORWARD
     elif by_library:
-        with_one_window, per_pass = _BY_LIBRARY_BACKWARD_WITH_FAST_MEMORY if is_memory_fast else _BY_LIBRARY_BACKWARD
-    return inner <= (with_one_window if windows <= 1 else (2 + windows * num_tokens / num_rows) * per_pass)
+        with_one_chunk, per_pass = _BY_LIBRARY_BACKWARD_WITH_FAST_MEMORY if is_memory_fast else _BY_LIBRARY_BACKWARD
+    return inner <= (with_one_chunk if chunks <= 1 else (2 + chunks * num_tokens / num_rows) * per_pass)
 
 
-def gathers_for_matrix(columns: int, is_moved: bool) -> bool:
-    """Whether the library's gradient of a matrix gathers the rows of tokens, in a pass that moves rows otherwise.
+def gathers_in_wgrad(columns: int, is_permuted: bool) -> bool:
+    """True if the library's wgrad gathers token rows in a pass that permutes rows otherwise.
 
     Args:
-        columns: of the other rows.
-        is_moved: whether the rows of tokens are in the buffer.
+        columns: columns of the other operand.
+        is_permuted: whether the buffer contains the permuted token rows already.
     """
-    return not is_moved and columns <= _MOST_COLUMNS_BESIDE_GATHERED
+    return not is_permuted and columns <= _MAX_COLUMNS_OF_GATHERING_WGRAD

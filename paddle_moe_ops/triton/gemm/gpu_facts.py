@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about GPUs that heuristics depend on, from CUDA's driver."""
+"""Facts about a GPU that heuristics depend on, from the CUDA driver."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["gpu_at"]
 _INTERPRETED = Gpu(80, 3)
 _DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76  # CU_DEVICE_ATTRIBUTE_...
-_MEMORY_CLOCK_RATE, _MEMORY_BUS_WIDTH = 36, 37  # the same, in kHz, with two transfers a cycle, and in bits
+_MEMORY_CLOCK_RATE, _MEMORY_BUS_WIDTH = 36, 37  # the same, in kHz (two transfers per cycle) and in bits
 
 
 @functools.cache
 def _library() -> Any:
-    """The CUDA driver, or None where there is none."""
+    """The CUDA driver, or None if it is missing."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -45,7 +45,7 @@ def _facts(ordinal: int) -> Gpu:
 
 
 def gpu_at(address: int) -> Gpu:
-    """The GPU in whose memory an address lies."""
+    """The GPU whose memory contains an address."""
     library, ordinal = _library(), ctypes.c_int(0)
     if library is None or library.cuPointerGetAttribute(
         ctypes.byref(ordinal), _DEVICE_ORDINAL, ctypes.c_uint64(address)

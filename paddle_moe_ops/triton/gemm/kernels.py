@@ -1,32 +1,32 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="assignment"
-"""Kernels of the grouped product: a matrix per expert over its own rows, whose numbers only the device knows.
+"""Grouped GEMM: one matrix per expert over its own rows. Group sizes are known to the device only.
 
-`schedule_kernel` turns sizes and offsets into tables, int32, for tiles of H rows. A program makes those for one H:
+    out[r] = weights[r] * (x[r] op(W_e) + bias[e])      for the rows r of expert e; op(W_e) is [K, N]
+    out[r] = 0                                          for rows of no group
 
-    first [E + 1]   first row of each group; M, or without COVERS_ALL the end of the last group
-    stop [E]        end of each group
-    tiles [E + 1]   tiles of H rows before each group's; all
-    spare [E + 2]   blocks of H rows of no group before those in front of the first group, and before those after
-                    the tiles of each; all
-    windows [P + 3] tiles that begin before each window of rows; all, 0 and all, as if for one window
-    counters [2]    zeros, with which launches that hand out tiles begin and end
+Layout: x [M, K] with any row stride, or tokens [T, K] that the kernel gathers; W [E, N, K] with TRANSPOSE, otherwise
+[E, K, N], contiguous; out [M, width] packed. Operands are float16 or bfloat16, accumulators float32. `schedule`
+computes the tile tables.
 
-A tile ends where the next group begins, so the tiles and the spare blocks cover all rows: 0 in rows of no group.
-Without COVERS_ALL, rows after the last group are not touched. Groups that overlap or leave [0, M) are cut.
+Mapping: persistent programs. Output tiles of BLOCK_M x BLOCK_N form a flat list, expert by expert, swizzled in groups
+of GROUP_M row tiles so that concurrent programs share rows and columns in L2. Program p computes tiles p,
+p + num_programs, ... of the list. A tile of rows ends where the next group begins, so tiles and gap tiles cover all
+rows.
 
-`product_kernel` makes BLOCK_M x BLOCK_N tiles of the result; `weight_gradient_kernel` is in a file of its own. The
-programs share the tiles of a flat list: expert by expert, and in bands of GROUP tiles, so that what is at work at a
-time reads few rows and columns, from the L2. One program adds up a tile, in ascending order of the contraction and in
-float32: the bits do not depend on how many programs there are, nor on windows.
+Overlap: the mainloop is software-pipelined over K steps with NUM_STAGES stages, by TMA descriptors (USE_TMA; addresses
+and rows must be multiples of 16 bytes) or by pointers, which can gather rows. The epilogue overlaps the next tile's
+first loads only with FLAT_LOOP.
 
-A launch can be for one window of rows, whose operand then holds the rows of the window (and BLOCK_M - 1 after it, for
-the last tile), or for one window of columns, which is all that its result holds. So a matrix of all rows and columns
-need not exist.
+Determinism: one program accumulates a tile, over ascending K. The bits depend neither on the number of programs nor on
+chunks.
 
-Operands come through descriptors (USE_TMA; addresses and rows must be multiples of 16 bytes) or through pointers, which
-can gather rows. Moved from memory, at least: each operand and each result once.
+Chunks: a launch may cover a chunk of the rows, whose operand then contains these rows and the BLOCK_M - 1 after them
+for the last tile, or a chunk of the columns, to which its output is limited. So no matrix of all rows and all columns
+needs to exist.
+
+Bytes moved, at least: each operand and each result once.
 """
 
 import triton
@@ -34,290 +34,300 @@ import triton.language as tl
 
 from .swiglu import swiglu
 
-__all__ = ["in_bands", "product_kernel", "tokens_of"]
+__all__ = ["grouped_gemm_kernel", "load_tokens", "swizzle"]
 
 
 @triton.jit
-def _ended_before(tiles, tile, chunk, num_experts, BLOCK: tl.constexpr):
-    """How many of BLOCK experts have all their tiles of rows before one."""
+def _experts_before(tile_starts, tile, chunk, num_experts, BLOCK: tl.constexpr):
+    """Number of experts, among BLOCK, whose row tiles all precede a tile."""
     expert = chunk + tl.arange(0, BLOCK)
-    ends = tl.load(tiles + 1 + expert, mask=expert < num_experts, other=2**31 - 1)
+    ends = tl.load(tile_starts + 1 + expert, mask=expert < num_experts, other=2**31 - 1)
     return tl.sum((ends <= tile).to(tl.int32), axis=0)
 
 
 @triton.jit
-def _expert_of(tiles, tile, num_experts, BLOCK: tl.constexpr, SEVERAL: tl.constexpr):
-    """The expert that a tile of rows belongs to; a loop, which costs registers, only where BLOCK are not all."""
-    expert = _ended_before(tiles, tile, 0, num_experts, BLOCK)
-    if SEVERAL:
+def _find_expert(tile_starts, tile, num_experts, BLOCK: tl.constexpr, LOOP_E: tl.constexpr):
+    """Expert of a row tile. The loop costs registers, so it exists only if BLOCK experts are not all."""
+    expert = _experts_before(tile_starts, tile, 0, num_experts, BLOCK)
+    if LOOP_E:
         for chunk in range(BLOCK, num_experts, BLOCK):
-            expert += _ended_before(tiles, tile, chunk, num_experts, BLOCK)
+            expert += _experts_before(tile_starts, tile, chunk, num_experts, BLOCK)
     return expert
 
 
 @triton.jit
-def in_bands(tile, height, width, GROUP: tl.constexpr):
-    """Row and column of a tile of height x width: in bands of GROUP rows, down each column of a band."""
-    band = tile // (GROUP * width)
-    rows = tl.minimum(height - band * GROUP, GROUP)
-    inside = tile - band * (GROUP * width)
+def swizzle(tile, height, width, GROUP_M: tl.constexpr):
+    """Row and column of a tile of height x width tiles: groups of GROUP_M row tiles, column by column in each group."""
+    group = tile // (GROUP_M * width)
+    rows = tl.minimum(height - group * GROUP_M, GROUP_M)
+    inside = tile - group * (GROUP_M * width)
     column = inside // rows
-    return band * GROUP + inside - column * rows, column
+    return group * GROUP_M + inside - column * rows, column
 
 
 @triton.jit
-def tokens_of(row_to_token, rows, live, num_tokens):
-    """The token of each row, and whether the row lives and has one."""
-    token = tl.load(row_to_token + rows, mask=live, other=-1)
-    found = (token >= 0) & (token < num_tokens)
-    return tl.where(found, token, 0), found
+def load_tokens(row_to_token, rows, in_group, num_tokens):
+    """Token of each row, and a mask of the rows in the group that have one."""
+    token = tl.load(row_to_token + rows, mask=in_group, other=-1)
+    has_token = (token >= 0) & (token < num_tokens)
+    return tl.where(has_token, token, 0), has_token
 
 
 @triton.jit
-def product_kernel(
+def grouped_gemm_kernel(
     x,
     w,
     row_to_token,
     weights,
     bias,
-    partner,
+    forward_rows,
     out,
     hidden,
-    partial,
-    scaled,
-    first,
-    stop,
-    tiles,
-    spare,
-    window,
+    partial_dots,
+    scaled_rows,
+    group_starts,
+    group_ends,
+    tile_starts,
+    gap_starts,
+    chunk_tiles,
     num_experts,
     num_sources,
-    inner_groups,
-    outer_groups,
-    width_groups,
+    k_vectors,
+    n_vectors,
+    width_vectors,
     first_column,
     first_row,
-    part,
-    parts,
-    x_stride_groups,
-    partner_stride_groups,
+    gap_part,
+    num_gap_parts,
+    x_stride_vectors,
+    forward_stride_vectors,
     VECTOR: tl.constexpr,
     TRANSPOSE: tl.constexpr,
     GATHER: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BIASED: tl.constexpr,
-    PARTNER: tl.constexpr,
-    GATED: tl.constexpr,
-    KEEPS_HIDDEN: tl.constexpr,
-    FLAT: tl.constexpr,
+    ROW_DOTS: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    STORE_HIDDEN: tl.constexpr,
+    FLAT_LOOP: tl.constexpr,
     USE_TMA: tl.constexpr,
-    EVEN_INNER: tl.constexpr,
-    EVEN_OUTER: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    SEVERAL: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    LOOP_E: tl.constexpr,
 ):
-    """out[r] = weights[r] * x[r] W_e^T for the rows r of expert e, or W_e without TRANSPOSE; [M, N], [M, D], [E, N, D].
+    """A persistent loop over output tiles: mainloop over K, then the epilogue that the constants select.
 
-    ``window`` has the first and the end of the tiles to make; x [num_sources, D] begins with row ``first_row``, and out
-    has the ``width`` columns from ``first_column`` on. Of the spare blocks it takes every one of ``parts``.
+    ``chunk_tiles`` contains the first row tile and the end. x [num_sources, K] begins with row ``first_row``; out has
+    ``width`` columns from ``first_column`` on. The launch zeros every ``num_gap_parts``-th gap tile.
 
-    GATHER: row r is x[row_to_token[r]], through pointers. WEIGHTED: with weights. BIASED: bias [E, N], dtype of x, is
-    added before that; not with PARTNER or GATED. PARTNER [M, N], dtype of x, is the
-    operand whose gradient ``out`` is: partial[r, column tile] is the dot product of its row with the unweighted result,
-    and scaled[r] = weights[r] * partner[r], for the gradients of the weights and of W. GATED: out [M, N / 2] is
-    `swiglu` of the two halves of the columns, each rounded to the dtype of x; ``hidden`` [M, N] takes the halves
-    themselves with KEEPS_HIDDEN. A program has both halves of a tile at once. FLAT, where both operands come through
-    descriptors: one loop over the blocks of all tiles of a program, in which the first blocks of a tile are on their
-    way before the last one is stored.
+        GATHER      row r of x is x[row_to_token[r]], loaded through pointers
+        WEIGHTED    multiplies by weights[r], before rounding
+        BIASED      adds bias [E, N], dtype of x, before the weight; not with ROW_DOTS or SWIGLU
+        ROW_DOTS    dgrad of a weighted GEMM. forward_rows [M, N], dtype of x, is the operand whose gradient is ``out``.
+                    partial_dots[r, column tile] = dot of its row and the unweighted accumulator, for the gradient of
+                    the weights; scaled_rows[r] = weights[r] * forward_rows[r], the operand of wgrad
+        SWIGLU      out [M, N / 2] = `swiglu` of the two halves of the columns, each rounded to the dtype of x. A
+                    program holds two accumulators. STORE_HIDDEN: the halves themselves go to ``hidden`` [M, N]
+        FLAT_LOOP   both operands by TMA: one pipelined loop over the K steps of all tiles of a program, so the first
+                    loads of a tile are in flight during the epilogue of the previous one
     """
-    inner, outer, width = inner_groups * VECTOR, outer_groups * VECTOR, width_groups * VECTOR
-    x_stride = x_stride_groups * VECTOR
-    columns_of_tiles = (width + BLOCK_N - 1) // BLOCK_N
-    matrix = inner.to(tl.int64) * outer
+    k_size, n_size, width = k_vectors * VECTOR, n_vectors * VECTOR, width_vectors * VECTOR
+    x_stride = x_stride_vectors * VECTOR
+    num_n_tiles = (width + BLOCK_N - 1) // BLOCK_N
+    matrix = k_size.to(tl.int64) * n_size
     if USE_TMA:
         if not GATHER:
-            x_blocks = tl.make_tensor_descriptor(x, [num_sources, inner], [x_stride, 1], [BLOCK_M, BLOCK_K])
+            x_desc = tl.make_tensor_descriptor(x, [num_sources, k_size], [x_stride, 1], [BLOCK_M, BLOCK_K])
         if TRANSPOSE:
-            w_blocks = tl.make_tensor_descriptor(w, [num_experts * outer, inner], [inner, 1], [BLOCK_N, BLOCK_K])
+            w_desc = tl.make_tensor_descriptor(w, [num_experts * n_size, k_size], [k_size, 1], [BLOCK_N, BLOCK_K])
         else:
-            w_blocks = tl.make_tensor_descriptor(w, [num_experts * inner, outer], [outer, 1], [BLOCK_K, BLOCK_N])
-    first_tile, last_tile = tl.load(window), tl.load(window + 1)
-    begin_tile, end_tile = first_tile * columns_of_tiles + tl.program_id(0), last_tile * columns_of_tiles
-    tables = first, stop, tiles, num_experts
-    if FLAT:
-        steps = (inner + BLOCK_K - 1) // BLOCK_K
-        tile, step = begin_tile - tl.num_programs(0), steps - 1
-        expert, origin, end, next_begin, tile_n = 0, 0, 0, 0, 0
+            w_desc = tl.make_tensor_descriptor(w, [num_experts * k_size, n_size], [n_size, 1], [BLOCK_K, BLOCK_N])
+    first_tile, last_tile = tl.load(chunk_tiles), tl.load(chunk_tiles + 1)
+    begin_tile, end_tile = first_tile * num_n_tiles + tl.program_id(0), last_tile * num_n_tiles
+    tables = group_starts, group_ends, tile_starts, num_experts
+    if FLAT_LOOP:
+        k_steps = (k_size + BLOCK_K - 1) // BLOCK_K
+        tile, k_step = begin_tile - tl.num_programs(0), k_steps - 1
+        expert, tile_row, group_end, next_group_start, tile_n = 0, 0, 0, 0, 0
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        tiles_here = tl.maximum(end_tile - begin_tile + tl.num_programs(0) - 1, 0) // tl.num_programs(0)
-        for _ in tl.range(0, tiles_here * steps, num_stages=STAGES):
-            step += 1
-            if step == steps:
-                step = 0
+        num_own_tiles = tl.maximum(end_tile - begin_tile + tl.num_programs(0) - 1, 0) // tl.num_programs(0)
+        for _ in tl.range(0, num_own_tiles * k_steps, num_stages=NUM_STAGES):
+            k_step += 1
+            if k_step == k_steps:
+                k_step = 0
                 tile += tl.num_programs(0)
-                expert, origin, end, next_begin, tile_n = _place_of(
-                    tables, tile, first_tile, last_tile, columns_of_tiles, BLOCK_M, GROUP, EXPERTS, SEVERAL
+                expert, tile_row, group_end, next_group_start, tile_n = _tile_coordinates(
+                    tables, tile, first_tile, last_tile, num_n_tiles, BLOCK_M, GROUP_M, BLOCK_E, LOOP_E
                 )
-            x_block = x_blocks.load([origin - first_row, step * BLOCK_K])
+            x_tile = x_desc.load([tile_row - first_row, k_step * BLOCK_K])
             column = first_column + tile_n * BLOCK_N
-            w_block = _matrix_block(w_blocks, expert, step * BLOCK_K, column, inner, outer, TRANSPOSE)
-            acc = tl.dot(x_block, w_block, acc)
-            if step == steps - 1:
-                rows, places = origin + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-                live, inside = rows < end, (rows < next_begin)[:, None] & (places < width)[None, :]
+            w_tile = _load_w_tile(w_desc, expert, k_step * BLOCK_K, column, k_size, n_size, TRANSPOSE)
+            acc = tl.dot(x_tile, w_tile, acc)
+            if k_step == k_steps - 1:
+                rows, out_columns = tile_row + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+                in_group, inside = rows < group_end, (rows < next_group_start)[:, None] & (out_columns < width)[None, :]
                 if BIASED:
-                    acc += _bias_of(bias, expert, first_column + places, outer)
-                made = tl.where(live[:, None], acc, 0.0)
+                    acc += _load_bias(bias, expert, first_column + out_columns, n_size)
+                result = tl.where(in_group[:, None], acc, 0.0)
                 if WEIGHTED:
-                    made *= tl.load(weights + rows, mask=live, other=0.0)[:, None]
-                target = rows.to(tl.int64)[:, None] * width + places[None, :]
-                tl.store(out + target, made.to(out.dtype.element_ty), mask=inside)
+                    result *= tl.load(weights + rows, mask=in_group, other=0.0)[:, None]
+                out_offsets = rows.to(tl.int64)[:, None] * width + out_columns[None, :]
+                tl.store(out + out_offsets, result.to(out.dtype.element_ty), mask=inside)
                 acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     else:
         for tile in tl.range(begin_tile, end_tile, tl.num_programs(0)):
-            expert, origin, end, next_begin, tile_n = _place_of(
-                tables, tile, first_tile, last_tile, columns_of_tiles, BLOCK_M, GROUP, EXPERTS, SEVERAL
+            expert, tile_row, group_end, next_group_start, tile_n = _tile_coordinates(
+                tables, tile, first_tile, last_tile, num_n_tiles, BLOCK_M, GROUP_M, BLOCK_E, LOOP_E
             )
-            rows = origin + tl.arange(0, BLOCK_M)
-            live = rows < end
+            rows = tile_row + tl.arange(0, BLOCK_M)
+            in_group = rows < group_end
             if GATHER:
-                sources, live = tokens_of(row_to_token, rows, live, num_sources)
+                sources, in_group = load_tokens(row_to_token, rows, in_group, num_sources)
             else:
                 sources = tl.minimum(rows - first_row, num_sources - 1)
-            places = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-            columns = first_column + places
-            k = tl.arange(0, BLOCK_K)
-            x_tile = x + sources.to(tl.int64)[:, None] * x_stride + k[None, :]
+            out_columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            columns = first_column + out_columns
+            k_offsets = tl.arange(0, BLOCK_K)
+            x_pointers = x + sources.to(tl.int64)[:, None] * x_stride + k_offsets[None, :]
             w_matrix = w + expert.to(tl.int64) * matrix
             if TRANSPOSE:
-                # Beyond the last column any will do: what comes of it is not stored.
-                w_tile = w_matrix + tl.minimum(columns, outer - 1).to(tl.int64)[None, :] * inner + k[:, None]
-                to_up = width.to(tl.int64) * inner
+                # Columns beyond the last one load any valid element: their results are not stored.
+                w_pointers = (
+                    w_matrix + tl.minimum(columns, n_size - 1).to(tl.int64)[None, :] * k_size + k_offsets[:, None]
+                )
+                up_offset = width.to(tl.int64) * k_size
             else:
-                w_tile = w_matrix + k.to(tl.int64)[:, None] * outer + columns[None, :]
-                to_up = width.to(tl.int64)
+                w_pointers = w_matrix + k_offsets.to(tl.int64)[:, None] * n_size + columns[None, :]
+                up_offset = width.to(tl.int64)
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            if GATED:
+            if SWIGLU:
                 acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for step in tl.range(0, (inner + BLOCK_K - 1) // BLOCK_K, num_stages=STAGES):
-                here = step * BLOCK_K
+            for k_step in tl.range(0, (k_size + BLOCK_K - 1) // BLOCK_K, num_stages=NUM_STAGES):
+                k_start = k_step * BLOCK_K
                 if USE_TMA and not GATHER:
-                    x_block = x_blocks.load([origin - first_row, here])
-                elif EVEN_INNER:
-                    x_block = tl.load(x_tile + here)
+                    x_tile = x_desc.load([tile_row - first_row, k_start])
+                elif EVEN_K:
+                    x_tile = tl.load(x_pointers + k_start)
                 else:
-                    x_block = tl.load(x_tile + here, mask=(here + k < inner)[None, :], other=0.0)
+                    x_tile = tl.load(x_pointers + k_start, mask=(k_start + k_offsets < k_size)[None, :], other=0.0)
                 if USE_TMA:
                     column = first_column + tile_n * BLOCK_N
-                    acc = tl.dot(x_block, _matrix_block(w_blocks, expert, here, column, inner, outer, TRANSPOSE), acc)
-                    if GATED:
-                        up_block = _matrix_block(w_blocks, expert, here, column + width, inner, outer, TRANSPOSE)
-                        acc_up = tl.dot(x_block, up_block, acc_up)
+                    acc = tl.dot(x_tile, _load_w_tile(w_desc, expert, k_start, column, k_size, n_size, TRANSPOSE), acc)
+                    if SWIGLU:
+                        up_tile = _load_w_tile(w_desc, expert, k_start, column + width, k_size, n_size, TRANSPOSE)
+                        acc_up = tl.dot(x_tile, up_tile, acc_up)
                 else:
-                    inside = (here + k < inner)[:, None]
+                    inside = (k_start + k_offsets < k_size)[:, None]
                     if not TRANSPOSE:
-                        inside = inside & (places < width)[None, :]
-                    even: tl.constexpr = EVEN_INNER and (TRANSPOSE or EVEN_OUTER)
-                    acc = tl.dot(x_block, _block_at(w_tile, inside, even), acc)
-                    if GATED:
+                        inside = inside & (out_columns < width)[None, :]
+                    even: tl.constexpr = EVEN_K and (TRANSPOSE or EVEN_N)
+                    acc = tl.dot(x_tile, _load_tile(w_pointers, inside, even), acc)
+                    if SWIGLU:
                         if TRANSPOSE:
-                            inside = inside & (places < width)[None, :]
-                        acc_up = tl.dot(x_block, _block_at(w_tile + to_up, inside, even and EVEN_OUTER), acc_up)
-                    w_tile += BLOCK_K if TRANSPOSE else BLOCK_K * outer.to(tl.int64)
+                            inside = inside & (out_columns < width)[None, :]
+                        acc_up = tl.dot(x_tile, _load_tile(w_pointers + up_offset, inside, even and EVEN_N), acc_up)
+                    w_pointers += BLOCK_K if TRANSPOSE else BLOCK_K * n_size.to(tl.int64)
             if BIASED:
-                acc += _bias_of(bias, expert, columns, outer)
-            acc = tl.where(live[:, None], acc, 0.0)
-            target = rows.to(tl.int64)[:, None] * width + places[None, :]
-            inside = (rows < next_begin)[:, None] & (places < width)[None, :]
-            if GATED:
+                acc += _load_bias(bias, expert, columns, n_size)
+            acc = tl.where(in_group[:, None], acc, 0.0)
+            out_offsets = rows.to(tl.int64)[:, None] * width + out_columns[None, :]
+            inside = (rows < next_group_start)[:, None] & (out_columns < width)[None, :]
+            if SWIGLU:
                 dtype: tl.constexpr = out.dtype.element_ty
-                gate, up = acc.to(dtype), tl.where(live[:, None], acc_up, 0.0).to(dtype)
-                if KEEPS_HIDDEN:
-                    there = target + rows.to(tl.int64)[:, None] * width
-                    tl.store(hidden + there, gate, mask=inside)
-                    tl.store(hidden + there + width, up, mask=inside)
+                gate, up = acc.to(dtype), tl.where(in_group[:, None], acc_up, 0.0).to(dtype)
+                if STORE_HIDDEN:
+                    hidden_offsets = out_offsets + rows.to(tl.int64)[:, None] * width
+                    tl.store(hidden + hidden_offsets, gate, mask=inside)
+                    tl.store(hidden + hidden_offsets + width, up, mask=inside)
                 acc = swiglu(gate.to(tl.float32), up.to(tl.float32))
             if WEIGHTED:
-                factor = tl.load(weights + rows, mask=live, other=0.0)[:, None]
-            if PARTNER:
-                place = rows.to(tl.int64)[:, None] * (partner_stride_groups * VECTOR) + columns[None, :]
-                other = tl.load(partner + place, mask=live[:, None] & inside, other=0.0).to(tl.float32)
-                sums = tl.sum(acc * tl.where(inside, other, 0.0), axis=1)
-                tl.store(partial + rows.to(tl.int64) * columns_of_tiles + tile_n, sums, mask=rows < next_begin)
-                tl.store(scaled + target, (other * factor).to(scaled.dtype.element_ty), mask=inside)
+                factor = tl.load(weights + rows, mask=in_group, other=0.0)[:, None]
+            if ROW_DOTS:
+                forward_offsets = rows.to(tl.int64)[:, None] * (forward_stride_vectors * VECTOR) + columns[None, :]
+                found = in_group[:, None] & inside
+                forward = tl.load(forward_rows + forward_offsets, mask=found, other=0.0).to(tl.float32)
+                dots = tl.sum(acc * tl.where(inside, forward, 0.0), axis=1)
+                tl.store(partial_dots + rows.to(tl.int64) * num_n_tiles + tile_n, dots, mask=rows < next_group_start)
+                tl.store(scaled_rows + out_offsets, (forward * factor).to(scaled_rows.dtype.element_ty), mask=inside)
             if WEIGHTED:
                 acc *= factor
-            tl.store(out + target, acc.to(out.dtype.element_ty), mask=inside)
-    # Rows of no group; each of the launches for windows takes a part of them.
-    last_spare = tl.load(spare + 1 + num_experts) * columns_of_tiles
-    for block in range(tl.program_id(0) + part * tl.num_programs(0), last_spare, parts * tl.num_programs(0)):
-        number, tile_n = block // columns_of_tiles, block % columns_of_tiles
-        group = _expert_of(spare, number, num_experts + 1, EXPERTS, SEVERAL)  # 0: in front of the first
-        ends = tl.load(first + group)
+            tl.store(out + out_offsets, acc.to(out.dtype.element_ty), mask=inside)
+    # Gap tiles: rows of no group. Each launch for a chunk zeros a part of them.
+    end_of_gaps = tl.load(gap_starts + 1 + num_experts) * num_n_tiles
+    for block in range(
+        tl.program_id(0) + gap_part * tl.num_programs(0), end_of_gaps, num_gap_parts * tl.num_programs(0)
+    ):
+        gap_tile, tile_n = block // num_n_tiles, block % num_n_tiles
+        group = _find_expert(gap_starts, gap_tile, num_experts + 1, BLOCK_E, LOOP_E)  # 0: before the first group
+        ends = tl.load(group_starts + group)
         before = tl.maximum(group - 1, 0)
-        covered = tl.load(first + before) + (tl.load(tiles + before + 1) - tl.load(tiles + before)) * BLOCK_M
-        rows = tl.where(group == 0, 0, covered) + (number - tl.load(spare + group)) * BLOCK_M + tl.arange(0, BLOCK_M)
-        places = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = (rows < ends)[:, None] & (places < width)[None, :]
-        target = rows.to(tl.int64)[:, None] * width + places[None, :]
+        group_start = tl.load(group_starts + before)
+        covered = group_start + (tl.load(tile_starts + before + 1) - tl.load(tile_starts + before)) * BLOCK_M
+        tile_row = tl.where(group == 0, 0, covered) + (gap_tile - tl.load(gap_starts + group)) * BLOCK_M
+        rows = tile_row + tl.arange(0, BLOCK_M)
+        out_columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = (rows < ends)[:, None] & (out_columns < width)[None, :]
+        out_offsets = rows.to(tl.int64)[:, None] * width + out_columns[None, :]
         zeros = tl.zeros([BLOCK_M, BLOCK_N], out.dtype.element_ty)
-        tl.store(out + target, zeros, mask=inside)
-        if GATED and KEEPS_HIDDEN:
-            there = target + rows.to(tl.int64)[:, None] * width
-            tl.store(hidden + there, zeros, mask=inside)
-            tl.store(hidden + there + width, zeros, mask=inside)
-        if PARTNER:
-            partials = partial + rows.to(tl.int64) * columns_of_tiles + tile_n
-            tl.store(partials, tl.zeros([BLOCK_M], tl.float32), mask=rows < ends)
-            tl.store(scaled + target, zeros, mask=inside)
+        tl.store(out + out_offsets, zeros, mask=inside)
+        if SWIGLU and STORE_HIDDEN:
+            hidden_offsets = out_offsets + rows.to(tl.int64)[:, None] * width
+            tl.store(hidden + hidden_offsets, zeros, mask=inside)
+            tl.store(hidden + hidden_offsets + width, zeros, mask=inside)
+        if ROW_DOTS:
+            dots_of_gap = partial_dots + rows.to(tl.int64) * num_n_tiles + tile_n
+            tl.store(dots_of_gap, tl.zeros([BLOCK_M], tl.float32), mask=rows < ends)
+            tl.store(scaled_rows + out_offsets, zeros, mask=inside)
 
 
 @triton.jit
-def _place_of(
+def _tile_coordinates(
     tables,
     tile,
     first_tile,
     last_tile,
-    columns_of_tiles,
+    num_n_tiles,
     BLOCK_M: tl.constexpr,
-    GROUP: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    SEVERAL: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    LOOP_E: tl.constexpr,
 ):
-    """Of a tile of a window: its expert, its first row, the end of the group, the next one's first row; its column."""
-    first, stop, tiles, num_experts = tables
-    expert = _expert_of(tiles, tile // columns_of_tiles, num_experts, EXPERTS, SEVERAL)
-    before = tl.load(tiles + expert)
+    """Expert, first row, end of the group, start of the next group and column tile of a tile of a chunk."""
+    group_starts, group_ends, tile_starts, num_experts = tables
+    expert = _find_expert(tile_starts, tile // num_n_tiles, num_experts, BLOCK_E, LOOP_E)
+    before = tl.load(tile_starts + expert)
     here_before = tl.maximum(before, first_tile)
-    height = tl.minimum(tl.load(tiles + expert + 1), last_tile) - here_before
-    tile_m, tile_n = in_bands(tile - here_before * columns_of_tiles, height, columns_of_tiles, GROUP)
-    origin = tl.load(first + expert) + (tile_m + here_before - before) * BLOCK_M
-    return expert, origin, tl.load(stop + expert), tl.load(first + expert + 1), tile_n
+    height = tl.minimum(tl.load(tile_starts + expert + 1), last_tile) - here_before
+    tile_m, tile_n = swizzle(tile - here_before * num_n_tiles, height, num_n_tiles, GROUP_M)
+    tile_row = tl.load(group_starts + expert) + (tile_m + here_before - before) * BLOCK_M
+    return expert, tile_row, tl.load(group_ends + expert), tl.load(group_starts + expert + 1), tile_n
 
 
 @triton.jit
-def _matrix_block(blocks, expert, here, column, inner, outer, TRANSPOSE: tl.constexpr):
-    """Of an expert's matrix, through a descriptor: part of the contraction from ``here`` on, and columns."""
+def _load_w_tile(desc, expert, k_start, column, k_size, n_size, TRANSPOSE: tl.constexpr):
+    """Load BLOCK_K x BLOCK_N elements of an expert's matrix by TMA, from ``k_start`` and ``column`` on."""
     if TRANSPOSE:
-        return blocks.load([expert * outer + column, here]).T
+        return desc.load([expert * n_size + column, k_start]).T
     else:
-        return blocks.load([expert * inner + here, column])
+        return desc.load([expert * k_size + k_start, column])
 
 
 @triton.jit
-def _bias_of(bias, expert, columns, outer):
-    """Of an expert, [1, columns] float32."""
-    entries = bias + outer.to(tl.int64) * expert + columns
-    return tl.load(entries, mask=columns < outer, other=0.0).to(tl.float32)[None, :]
+def _load_bias(bias, expert, columns, n_size):
+    """Bias of an expert, [1, columns] float32."""
+    entries = bias + n_size.to(tl.int64) * expert + columns
+    return tl.load(entries, mask=columns < n_size, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
-def _block_at(pointers, inside, EVEN: tl.constexpr):
+def _load_tile(pointers, inside, EVEN: tl.constexpr):
+    """Load a tile through pointers, masked unless EVEN."""
     if EVEN:
         return tl.load(pointers)
     else:

@@ -17,16 +17,17 @@ POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32"
 
 
 def descriptor_memory(device: Device, used: bool) -> contextlib.AbstractContextManager:
-    """The context of a launch that makes tensor descriptors, or of another one."""
+    """Memory for tensor descriptors if the launch builds them; otherwise an empty context."""
     return scratch_memory(device) if used else contextlib.nullcontext()
 
 
 def suits_tma(config: GemmConfig, vector: int) -> bool:
+    """True if TMA can load operands: the configuration asks for it, Triton has it, and rows are aligned to 16 bytes."""
     return config.tma and ALLOCATOR is not None and vector > 1
 
 
 def vector_of(item: int, *operands: Rows | Array) -> int:
-    """Elements that can be read at a time from all operands."""
+    """Elements per 16-byte access if all operands are aligned for it, otherwise 1."""
     numbers = []
     for each in operands:
         if isinstance(each, Rows):

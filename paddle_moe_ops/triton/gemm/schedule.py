@@ -1,6 +1,15 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The tile schedule."""
+"""Tile schedules: from group sizes and offsets, which are on the device, to the tables that grouped GEMMs read.
+
+    group e begins at max(offset or running sum, end of group e - 1) and ends at begin + size, cut to [0, M)
+    tiles of group e = ceil(rows / H); gap tiles after it = ceil(rows from its last tile to the next group / H)
+
+Layout: sizes and offsets int32 or int64 [E]; the tables of `types.Schedule`, int32, for each tile height H.
+
+Mapping: one program per tile height, BLOCK_E experts per iteration; prefix sums within a block of experts, running sums
+across blocks. The tables have about 16 E bytes per height, so latency determines the time.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +22,14 @@ from ..launch.device import Array, Device, address, blocks
 from .operands import POINTERS
 from .types import Groups, Schedule
 
-__all__ = ["experts_at_once", "fill_schedules", "loops_over_experts", "schedule", "schedule_kernel"]
+__all__ = ["experts_per_block", "fill_schedules", "loops_over_experts", "schedule", "schedule_kernel"]
 
-# Of the table of experts: few sizes, since each is compiled for.
-_EXPERTS_AT_ONCE, _MOST_EXPERTS_AT_ONCE = 256, 1024
-_HEIGHTS_AT_ONCE = 3  # of `schedule_kernel`
+_EXPERTS_PER_BLOCK, _MAX_EXPERTS_PER_BLOCK = 256, 1024
+_HEIGHTS_PER_LAUNCH = 3  # of `schedule_kernel`
 
 
 @triton.jit
-def _larger(a, b):
+def _maximum(a, b):
     return tl.maximum(a, b)
 
 
@@ -29,96 +37,101 @@ def _larger(a, b):
 def schedule_kernel(
     sizes,
     offsets,
-    first,
-    stop,
-    tiles,
-    spare,
-    windows,
+    group_starts,
+    group_ends,
+    tile_starts,
+    gap_starts,
+    chunk_tiles,
     counters,
     stride,
     num_experts,
     num_rows,
-    num_windows,
-    window_rows,
+    num_chunks,
+    chunk_rows,
     height_0,
     height_1,
     height_2,
     HAS_OFFSETS: tl.constexpr,
     COVERS_ALL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
-    """BLOCK experts at a time. The tables of each height begin ``stride`` numbers after those of the one before it."""
+    """One program per tile height.
+
+    The tables of each height begin ``stride`` elements after those of the previous one. Without COVERS_ALL, GEMMs leave
+    rows after the last group untouched.
+    """
     program = tl.program_id(0)
     height = tl.where(program == 0, height_0, tl.where(program == 1, height_1, height_2))
-    first += program * stride
-    stop += program * stride
-    tiles += program * stride
-    spare += program * stride
-    windows += program * stride
+    group_starts += program * stride
+    group_ends += program * stride
+    tile_starts += program * stride
+    gap_starts += program * stride
+    chunk_tiles += program * stride
     counters += program * stride
-    index = tl.arange(0, BLOCK)
+    index = tl.arange(0, BLOCK_E)
     limit = num_rows.to(tl.int64)
     rows_before, end_before = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
-    for chunk in range(0, num_experts, BLOCK):
-        expert, inside = chunk + index, chunk + index < num_experts
-        size = tl.load(sizes + expert, mask=inside, other=0).to(tl.int64)
+    for block in range(0, num_experts, BLOCK_E):
+        expert, is_expert = block + index, block + index < num_experts
+        size = tl.load(sizes + expert, mask=is_expert, other=0).to(tl.int64)
         size = tl.minimum(tl.maximum(size, 0), limit)
         if HAS_OFFSETS:
-            start = tl.load(offsets + expert, mask=inside, other=0).to(tl.int64)
+            start = tl.load(offsets + expert, mask=is_expert, other=0).to(tl.int64)
         else:
             start = rows_before + tl.cumsum(size, axis=0) - size
         start = tl.minimum(tl.maximum(start, 0), limit)
-        end = tl.maximum(tl.associative_scan(tl.minimum(start + size, limit), 0, _larger), end_before)
-        tl.store(first + expert, start.to(tl.int32), mask=inside)
-        tl.store(stop + expert, end.to(tl.int32), mask=inside)
+        end = tl.maximum(tl.associative_scan(tl.minimum(start + size, limit), 0, _maximum), end_before)
+        tl.store(group_starts + expert, start.to(tl.int32), mask=is_expert)
+        tl.store(group_ends + expert, end.to(tl.int32), mask=is_expert)
         rows_before += tl.sum(size, axis=0)
         end_before = tl.max(end, axis=0)
     tl.debug_barrier()
-    for chunk in range(0, num_experts, BLOCK):  # a group begins where those before it have ended, at the earliest
-        expert, inside = chunk + index, chunk + index < num_experts
-        earlier = tl.load(stop + expert - 1, mask=inside & (expert > 0), other=0)
-        tl.store(first + expert, tl.maximum(tl.load(first + expert, mask=inside, other=0), earlier), mask=inside)
+    for block in range(0, num_experts, BLOCK_E):  # groups do not overlap
+        expert, is_expert = block + index, block + index < num_experts
+        earlier = tl.load(group_ends + expert - 1, mask=is_expert & (expert > 0), other=0)
+        start = tl.maximum(tl.load(group_starts + expert, mask=is_expert, other=0), earlier)
+        tl.store(group_starts + expert, start, mask=is_expert)
     if COVERS_ALL:
-        tl.store(first + num_experts, num_rows)
+        tl.store(group_starts + num_experts, num_rows)
     else:
-        tl.store(first + num_experts, end_before.to(tl.int32))
+        tl.store(group_starts + num_experts, end_before.to(tl.int32))
     tl.debug_barrier()
-    in_front = (tl.load(first) + (height - 1)) // height
-    tl.store(spare, 0)
-    before, spare_before = 0, in_front
-    for chunk in range(0, num_experts, BLOCK):
-        expert, inside = chunk + index, chunk + index < num_experts
-        origin = tl.load(first + expert, mask=inside, other=0)
-        rows = tl.load(stop + expert, mask=inside, other=0) - origin
-        count = tl.where(inside, (tl.maximum(rows, 0) + (height - 1)) // height, 0)
-        after = tl.load(first + expert + 1, mask=inside, other=0) - origin - count * height
-        blocks = tl.where(inside, (tl.maximum(after, 0) + (height - 1)) // height, 0)
-        tl.store(tiles + expert, before + tl.cumsum(count, axis=0) - count, mask=inside)
-        tl.store(spare + 1 + expert, spare_before + tl.cumsum(blocks, axis=0) - blocks, mask=inside)
-        before += tl.sum(count, axis=0)
-        spare_before += tl.sum(blocks, axis=0)
-    tl.store(tiles + num_experts, before)
-    tl.store(spare + 1 + num_experts, spare_before)
+    gaps_before_groups = (tl.load(group_starts) + (height - 1)) // height
+    tl.store(gap_starts, 0)
+    tiles_before, gaps_before = 0, gaps_before_groups
+    for block in range(0, num_experts, BLOCK_E):
+        expert, is_expert = block + index, block + index < num_experts
+        origin = tl.load(group_starts + expert, mask=is_expert, other=0)
+        rows = tl.load(group_ends + expert, mask=is_expert, other=0) - origin
+        num_tiles = tl.where(is_expert, (tl.maximum(rows, 0) + (height - 1)) // height, 0)
+        after = tl.load(group_starts + expert + 1, mask=is_expert, other=0) - origin - num_tiles * height
+        num_gaps = tl.where(is_expert, (tl.maximum(after, 0) + (height - 1)) // height, 0)
+        tl.store(tile_starts + expert, tiles_before + tl.cumsum(num_tiles, axis=0) - num_tiles, mask=is_expert)
+        tl.store(gap_starts + 1 + expert, gaps_before + tl.cumsum(num_gaps, axis=0) - num_gaps, mask=is_expert)
+        tiles_before += tl.sum(num_tiles, axis=0)
+        gaps_before += tl.sum(num_gaps, axis=0)
+    tl.store(tile_starts + num_experts, tiles_before)
+    tl.store(gap_starts + 1 + num_experts, gaps_before)
     tl.store(counters, 0)
     tl.store(counters + 1, 0)
-    tl.store(windows + num_windows, before)
-    tl.store(windows + num_windows + 1, 0)
-    tl.store(windows + num_windows + 2, before)
+    tl.store(chunk_tiles + num_chunks, tiles_before)
+    tl.store(chunk_tiles + num_chunks + 1, 0)
+    tl.store(chunk_tiles + num_chunks + 2, tiles_before)
     tl.debug_barrier()
-    for window in range(num_windows):
-        before = 0
-        for chunk in range(0, num_experts, BLOCK):
-            expert, inside = chunk + index, chunk + index < num_experts
-            origin = tl.load(first + expert, mask=inside, other=0)
-            earlier = tl.load(tiles + expert, mask=inside, other=0)
-            count = tl.load(tiles + expert + 1, mask=inside, other=0) - earlier
-            begun = (tl.maximum(window * window_rows - origin, 0) + (height - 1)) // height
-            before += tl.sum(tl.minimum(begun, count), axis=0)
-        tl.store(windows + window, before)
+    for row_chunk in range(num_chunks):
+        tiles_before = 0
+        for block in range(0, num_experts, BLOCK_E):
+            expert, is_expert = block + index, block + index < num_experts
+            origin = tl.load(group_starts + expert, mask=is_expert, other=0)
+            earlier = tl.load(tile_starts + expert, mask=is_expert, other=0)
+            num_tiles = tl.load(tile_starts + expert + 1, mask=is_expert, other=0) - earlier
+            begun = (tl.maximum(row_chunk * chunk_rows - origin, 0) + (height - 1)) // height
+            tiles_before += tl.sum(tl.minimum(begun, num_tiles), axis=0)
+        tl.store(chunk_tiles + row_chunk, tiles_before)
 
 
 def schedule(device: Device, groups: Groups, num_rows: int, block_rows: int) -> Schedule:
-    """Which tiles each expert has."""
+    """Schedule for tiles of ``block_rows`` rows."""
     experts = groups.sizes.shape[0]
     array = device.empty([sum(Schedule.lengths(experts, 0))], "int32")
     fill_schedules(device, array, groups, num_rows, [block_rows])
@@ -131,36 +144,37 @@ def fill_schedules(
     groups: Groups,
     num_rows: int,
     heights: Sequence[int],
-    window_rows: int = 0,
+    chunk_rows: int = 0,
     covers_all: bool = True,
 ) -> None:
-    """For tiles of each of these heights, which of them each expert has, and each window of so many rows, if there are.
+    """Compute schedules for tiles of several heights, and the first tile of each chunk of ``chunk_rows`` rows.
 
-    Without ``covers_all``, products leave the rows after the last group as they are.
+    Without ``covers_all``, GEMMs leave rows after the last group untouched.
     """
     sizes, offsets = groups
     experts = sizes.shape[0]
-    windows = blocks(num_rows, window_rows) if window_rows else 0
-    stride = sum(Schedule.lengths(experts, windows))
+    num_chunks = blocks(num_rows, chunk_rows) if chunk_rows else 0
+    stride = sum(Schedule.lengths(experts, num_chunks))
     pointers = [POINTERS[device.dtype_name(sizes if each is None else each)] for each in groups]
-    for number in range(0, len(heights), _HEIGHTS_AT_ONCE):
-        at_once = heights[number : number + _HEIGHTS_AT_ONCE]
-        tables = Schedule.within(array, experts, windows, number)
-        padded = (*at_once, *[1] * (_HEIGHTS_AT_ONCE - len(at_once)))
+    for number in range(0, len(heights), _HEIGHTS_PER_LAUNCH):
+        at_once = heights[number : number + _HEIGHTS_PER_LAUNCH]
+        tables = Schedule.within(array, experts, num_chunks, number)
+        padded = (*at_once, *[1] * (_HEIGHTS_PER_LAUNCH - len(at_once)))
         device.launch(
             schedule_kernel,
             len(at_once),
-            (*pointers, *["*i32"] * 6, *["i32"] * (5 + _HEIGHTS_AT_ONCE)),
-            (*map(address, (sizes, offsets, *tables)), stride, experts, num_rows, windows, window_rows, *padded),
-            (offsets is not None, covers_all, experts_at_once(experts)),
+            (*pointers, *["*i32"] * 6, *["i32"] * (5 + _HEIGHTS_PER_LAUNCH)),
+            (*map(address, (sizes, offsets, *tables)), stride, experts, num_rows, num_chunks, chunk_rows, *padded),
+            (offsets is not None, covers_all, experts_per_block(experts)),
             4,
         )
 
 
-def experts_at_once(num_experts: int) -> int:
-    return _EXPERTS_AT_ONCE if num_experts <= _EXPERTS_AT_ONCE else _MOST_EXPERTS_AT_ONCE
+def experts_per_block(num_experts: int) -> int:
+    """Experts per block of the kernels' tables: few values, since kernels are compiled for each."""
+    return _EXPERTS_PER_BLOCK if num_experts <= _EXPERTS_PER_BLOCK else _MAX_EXPERTS_PER_BLOCK
 
 
 def loops_over_experts(num_experts: int) -> bool:
-    """Whether one block of experts does not cover all."""
-    return num_experts > _MOST_EXPERTS_AT_ONCE
+    """True if a kernel needs several blocks of experts."""
+    return num_experts > _MAX_EXPERTS_PER_BLOCK

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of tiles that grouped products read, as they lie in one array."""
+"""Operands, groups, tile schedules and GPU facts of the grouped GEMMs. Imports no Triton."""
 
 from __future__ import annotations
 
@@ -9,14 +9,27 @@ from typing import Any, NamedTuple
 
 from ..launch.device import ITEM_BYTES, Array
 
-__all__ = ["FEW_ROWS", "Gpu", "Gradients", "Groups", "Kept", "Layer", "Rows", "Schedule", "Table", "Target", "Tokens"]
+__all__ = [
+    "MEMORY_BOUND_ROWS_PER_EXPERT",
+    "Gpu",
+    "Gradients",
+    "Groups",
+    "Kept",
+    "Layer",
+    "Rows",
+    "Schedule",
+    "Table",
+    "Target",
+    "Tokens",
+]
 
-# Rows per expert, on average, up to which all GEMMs of a layer are memory-bound: one swap-AB tile for each expert.
-FEW_ROWS = 160
+# Mean rows per expert up to which all GEMMs of a layer are memory-bound: one tile of the library's swap-AB kernel each.
+# Gathering is then faster than permuting, also for wgrad.
+MEMORY_BOUND_ROWS_PER_EXPERT = 160
 
 
 class Table(NamedTuple):
-    """One of the tables of int32 that lie in an array, one after the other."""
+    """An int32 table inside a larger array."""
 
     array: Array
     offset: int
@@ -27,46 +40,62 @@ class Table(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The tables of `grouped_gemm_kernels.schedule_kernel`, for tiles of so many rows."""
+    """Tile schedule of grouped GEMMs for tiles of H rows; P chunks of rows.
 
-    first: Array
-    stop: Array
-    tiles: Array
-    spare: Array
-    windows: Array
+    Attributes:
+        group_starts: [E + 1] first row of each group; then M, or the end of the last group.
+        group_ends: [E] end of each group.
+        tile_starts: [E + 1] exclusive prefix sum of the tiles of each group; then their number.
+        gap_starts: [E + 2] exclusive prefix sum of the gap tiles: those before the first group, those after each group.
+        chunk_tiles: [P + 3] first tile of each chunk; then the number of tiles, 0 and that number, for a launch of one
+            chunk.
+        counters: [2] zeros, which dynamic tile schedulers increment and reset.
+    """
+
+    group_starts: Array
+    group_ends: Array
+    tile_starts: Array
+    gap_starts: Array
+    chunk_tiles: Array
     counters: Array
 
     @property
-    def num_windows(self) -> int:
-        return self.windows.shape[0] - 3
+    def num_chunks(self) -> int:
+        return self.chunk_tiles.shape[0] - 3
 
     @staticmethod
-    def lengths(num_experts: int, num_windows: int) -> tuple[int, ...]:
-        """Of the tables."""
-        return num_experts + 1, num_experts, num_experts + 1, num_experts + 2, num_windows + 3, 2
+    def lengths(num_experts: int, num_chunks: int) -> tuple[int, ...]:
+        """Lengths of the tables."""
+        return num_experts + 1, num_experts, num_experts + 1, num_experts + 2, num_chunks + 3, 2
 
     @staticmethod
-    def within(array: Array, num_experts: int, num_windows: int, number: int = 0) -> Schedule:
-        """One of the schedules whose tables are in an int32 array."""
-        lengths = Schedule.lengths(num_experts, num_windows)
+    def within(array: Array, num_experts: int, num_chunks: int, number: int = 0) -> Schedule:
+        """Schedule ``number`` of those whose tables lie in an int32 array."""
+        lengths = Schedule.lengths(num_experts, num_chunks)
         offsets = itertools.accumulate(lengths, initial=number * sum(lengths))
         return Schedule(*(Table(array, offset, (length,)) for offset, length in zip(offsets, lengths, strict=False)))
 
 
 class Gpu(NamedTuple):
-    """What choices depend on: compute capability (90 for 9.0), multiprocessors, GB/s of memory (0: not known)."""
+    """A GPU, as far as heuristics depend on it.
+
+    Attributes:
+        capability: compute capability, 90 for 9.0.
+        num_sms: number of SMs.
+        memory_gbps: memory bandwidth in GB/s; 0: not known.
+    """
 
     capability: int
-    multiprocessors: int
-    memory: int = 0
+    num_sms: int
+    memory_gbps: int = 0
 
 
 class Groups(NamedTuple):
-    """Which rows an expert has.
+    """Rows of each expert.
 
     Attributes:
         sizes: int32 or int64 [E].
-        offsets: int32 or int64 [E] or more, first row of each; None: the groups follow each other.
+        offsets: int32 or int64 [E] or more, first row of each; None: groups are contiguous.
     """
 
     sizes: Array
@@ -74,7 +103,7 @@ class Groups(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Whose rows are multiplied, where those of tokens are given.
+    """Routing maps of a GEMM that reads token rows.
 
     Attributes:
         row_to_token: int32 [M] token of each row, -1 for none.
@@ -86,15 +115,15 @@ class Tokens(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A matrix whose rows may lie apart: all rows in expert order, or a window of them or of their columns.
+    """A matrix with any row stride: all rows in expert order, or a chunk of the rows or columns.
 
     Attributes:
-        array: where it lies.
-        height: how many rows.
-        width: columns.
-        stride: elements from one row to the next.
-        offset: elements in front of it.
-        first_row: which of all rows the first one is.
+        array: memory that contains it.
+        height: number of rows.
+        width: number of columns.
+        stride: row stride in elements.
+        offset: elements before it in ``array``.
+        first_row: index of its first row among all rows.
     """
 
     array: Array
@@ -109,7 +138,13 @@ class Rows(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a result goes: memory for it, and which of its columns are made."""
+    """The output of a GEMM.
+
+    Attributes:
+        array: memory for it, rows packed.
+        first_column: first column that the launch computes.
+        width: number of columns that the launch computes.
+    """
 
     array: Array
     first_column: int
@@ -117,16 +152,16 @@ class Target(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What both passes of a call need.
+    """Operands of both passes of a layer.
 
     Attributes:
         gate_up: W1 [E, d, 2n], or [E, 2n, d] with ``transpose``; the gate's columns first.
         down: W2 [E, n, d], or [E, d, n].
-        groups: the rows of each expert.
-        tokens: whose rows they are.
+        groups: rows of each expert.
+        tokens: routing maps of the rows.
         weights: float32 [M], or None.
         transpose: whether the matrices are stored transposed.
-        workspace: bytes of the buffer, at least.
+        workspace: bytes of the chunk buffer, at least.
         slots: int32 [T, K], row of each slot, if the gradient of the weights is wanted by slot; None: by row.
     """
 
@@ -141,12 +176,12 @@ class Layer(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the forward pass leaves for the backward pass, which makes anew what is None.
+    """Tensors that the forward pass saves; the backward pass recomputes those that are None.
 
     Attributes:
         hidden: H [M, 2n], or its `Codes`.
-        tables: int32, which tiles each expert and each window has, and counters that launches change: passes that share
-            them follow each other.
+        tables: int32, tile schedules. They contain counters that launches change, so passes that share them run in
+            order.
     """
 
     hidden: Any = None
@@ -154,7 +189,7 @@ class Kept(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Those that were wanted; the others are None."""
+    """Gradients of a layer; None for those that are not wanted."""
 
     x: Any
     gate_up: Any

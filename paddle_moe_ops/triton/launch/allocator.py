@@ -16,7 +16,7 @@ __all__ = ["ALLOCATOR", "scratch_memory"]
 
 
 def _allocator() -> ContextVar | None:
-    """Where Triton looks for what gives it memory for descriptors; None in versions that have neither."""
+    """Context variable of Triton's allocator for descriptors; None in versions without descriptors."""
     try:
         from triton.runtime import _allocation
     except ImportError:
@@ -30,7 +30,7 @@ ALLOCATOR = _allocator()
 
 @contextlib.contextmanager
 def scratch_memory(device: Device) -> Iterator[None]:
-    """Give launches memory for their tensor descriptors."""
+    """Allocate memory for the tensor descriptors of launches from ``device``."""
     if ALLOCATOR is None:
         yield
         return

@@ -1,20 +1,20 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="assignment"
-"""The arithmetic that the summing kernels share: rows are loaded as integers, so that a copy keeps every bit."""
+"""Arithmetic shared by the summing kernels. Rows are loaded as integers, so a copy keeps every bit."""
 
 import triton
 import triton.language as tl
 
 __all__ = ["CARRIERS", "load_indices", "minus_zeros", "rounded", "widened"]
 
-# Pointers that rows of each dtype are loaded through.
+# Pointer types through which rows of each dtype are loaded.
 CARRIERS = {"float32": "*i32", "float16": "*i16", "bfloat16": "*i16"}
 
 
 @triton.jit
 def widened(bits, DTYPE: tl.constexpr):
-    """The float32 values of the bits of float32, float16 or bfloat16 numbers."""
+    """float32 values of the bits of float32, float16 or bfloat16 numbers."""
     if DTYPE == "float32":
         return bits.to(tl.float32, bitcast=True)
     elif DTYPE == "float16":
@@ -25,7 +25,10 @@ def widened(bits, DTYPE: tl.constexpr):
 
 @triton.jit
 def rounded(value, DTYPE: tl.constexpr):
-    """The bits of float32 values rounded to nearest even. By hand for bfloat16: the interpreter would cut them off."""
+    """Bits of float32 values rounded to nearest even.
+
+    bfloat16 is rounded by integer arithmetic: the interpreter's cast truncates.
+    """
     if DTYPE == "float32":
         return value.to(tl.int32, bitcast=True)
     elif DTYPE == "float16":
@@ -38,7 +41,7 @@ def rounded(value, DTYPE: tl.constexpr):
 
 @triton.jit
 def minus_zeros(SIZE: tl.constexpr):
-    """float32 [SIZE] of -0.0; tl.full would make 0.0 of it."""
+    """float32 [SIZE] of -0.0; tl.full would store 0.0."""
     return tl.full([SIZE], -(2**31), tl.int32).to(tl.float32, bitcast=True)
 
 

@@ -1,12 +1,19 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows to expert order: each source row is read once and written to its K rows.
+"""Permute: copies each token's row to its K rows in expert order. Memory-bound.
 
-rows[token_rows[t, :]] = x[t], scales alike; rows without a token (row_to_token < 0) are zeroed by further programs of
-the same launch. A launch may make a window of the rows, or a window of their columns, in a buffer of that size. One
-program moves BLOCK words of one token; a word is an integer as wide as address and row size allow, so bits survive
-whatever the dtype. It moves (T + N) * H * itemsize bytes, and 4 * (T * K + N) of maps. A launch for a window can make
-`row_sums` as well.
+    rows[token_rows[t, k]] = x[t]      for every k before the first -1; scales alike
+    rows[r] = 0                        for padding, row_to_token[r] < 0
+
+Layout: x [T, H], last dimension contiguous, any row stride; rows [N, H] packed; token_rows int32 [T, W]; row_to_token
+int32 [N]; scales are 32-bit. Data move as integer words, as wide as addresses and row bytes allow, so bits survive for
+every dtype.
+
+Mapping: COLUMN_BLOCKS programs per token. Each loads BLOCK words of x once and stores them up to W times, AT_ONCE rows
+per round. Further programs of the same launch zero the padding, FILL rows each. A launch for a chunk computes a range
+of rows or of columns into a buffer of that size, and can append the programs of `row_sums`.
+
+Bytes moved: (T + N) * H * itemsize, and 4 * (T * K + N) of maps.
 """
 
 import functools
@@ -31,14 +38,14 @@ from .configs import Config, permute_config, rows_at_once
 from .numerics import load_indices
 from .row_sums import RowSums, sum_rows
 
-__all__ = ["FILL_BLOCK", "fill_kernel", "permute", "permute_window", "zero_rows"]
+__all__ = ["FILL_BLOCK", "fill_kernel", "permute", "permute_chunk", "zero_rows"]
 
-FILL_BLOCK = 128  # rows that one program looks at for padding
+FILL_BLOCK = 128  # rows that one program checks for padding
 
 
 @triton.jit
 def zero_rows(row_to_token, rows, first, num_rows, width, columns, inside, word: tl.constexpr, ROWS: tl.constexpr):
-    """Zeros in the given columns of those of ROWS rows that no token has."""
+    """Store zeros to the given columns of ROWS rows, where row_to_token < 0."""
     index = first + tl.arange(0, ROWS)
     tokens = tl.load(row_to_token + index, mask=index < num_rows, other=0)
     if tl.min(tokens, axis=0) < 0:
@@ -78,9 +85,10 @@ def permute_kernel(
     SCALE_VECTOR: tl.constexpr,
     FILL: tl.constexpr,
 ):
-    """COLUMN_BLOCKS programs per token, then as many per FILL rows. The rows are those from ``first_row`` on.
+    """COLUMN_BLOCKS programs per token, then COLUMN_BLOCKS per FILL rows. Row 0 of ``rows`` is row ``first_row`` of
+    all.
 
-    HAS_END: those from row ``rows_end[0]`` on are not filled.
+    With HAS_END, padding from row ``rows_end[0]`` on is not zeroed.
     """
     program = tl.program_id(0)
     token = program // COLUMN_BLOCKS
@@ -90,23 +98,23 @@ def permute_kernel(
     inside = columns < width
     scale_columns = tl.arange(0, SCALE_BLOCK)
     scale_width = scale_groups.to(tl.int64) * SCALE_VECTOR
-    scale_width_here = tl.where(part == 0, scale_width, 0)
+    scale_width_of_part = tl.where(part == 0, scale_width, 0)
     if token < num_tokens:
         entries = token_rows + token.to(tl.int64) * row_slots
         data = tl.load(x + token.to(tl.int64) * (x_stride_groups * VECTOR) + columns, mask=inside, other=0)
         if HAS_SCALE:
             scale_row = scale + token.to(tl.int64) * (scale_stride_groups * SCALE_VECTOR)
-            scales = tl.load(scale_row + scale_columns, mask=scale_columns < scale_width_here, other=0)
+            scales = tl.load(scale_row + scale_columns, mask=scale_columns < scale_width_of_part, other=0)
         first = 0
         while tl.load(entries + first, mask=first < row_slots, other=-1) >= 0:
-            # All of them before any store, which would hold them up.
+            # All row indices load before the first store: a load after a store would wait for it.
             targets = load_indices(entries, first, row_slots, first_row + num_rows, AT_ONCE)
             for k in tl.static_range(AT_ONCE):
                 row = targets[k].to(tl.int64) - first_row
                 tl.store(rows + row * width + columns, data, mask=columns < tl.where(row >= 0, width, 0))
                 if HAS_SCALE:
                     scale_target = row_scales + row * scale_width + scale_columns
-                    tl.store(scale_target, scales, mask=scale_columns < tl.where(row >= 0, scale_width_here, 0))
+                    tl.store(scale_target, scales, mask=scale_columns < tl.where(row >= 0, scale_width_of_part, 0))
             first += AT_ONCE
     else:
         first = (token - num_tokens) * FILL
@@ -116,7 +124,7 @@ def permute_kernel(
             zero_rows(row_to_token, rows, first, num_rows, width, columns, inside, rows.dtype.element_ty, FILL)
         if FILL_SCALES:
             word: tl.constexpr = row_scales.dtype.element_ty
-            mask = scale_columns < scale_width_here
+            mask = scale_columns < scale_width_of_part
             zero_rows(row_to_token, row_scales, first, num_rows, scale_width, scale_columns, mask, word, FILL)
 
 
@@ -160,7 +168,7 @@ def permute_and_sum_kernel(
     SUM_ROWS: tl.constexpr,
     SUM_BLOCK: tl.constexpr,
 ):
-    """The programs of `permute_kernel`, and one per SUM_ROWS sums of `row_sums`."""
+    """The programs of `permute_kernel`, then one program per SUM_ROWS sums of `row_sums`."""
     program = tl.program_id(0)
     if program < move_programs:
         permute_kernel(
@@ -198,13 +206,13 @@ def permute_and_sum_kernel(
 
 @triton.jit
 def fill_kernel(out, size, value, BLOCK: tl.constexpr):
-    """out[:size] = value, 32-bit integers."""
+    """out[:size] = value, 32-bit integers; BLOCK elements per program."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + index, tl.zeros([BLOCK], tl.int32) + value, mask=index < size)
 
 
 class _Call(NamedTuple):
-    """A launch but for its arrays."""
+    """A launch without its arrays."""
 
     programs: int
     types: tuple[str, ...]
@@ -213,7 +221,7 @@ class _Call(NamedTuple):
     warps: int
 
 
-# Bytes of a row, from one to the next, and the lowest bits of the addresses.
+# Bytes of a row, row stride in bytes, and the alignment bits of both addresses.
 _Layout = tuple[int, int, int]
 
 
@@ -227,16 +235,16 @@ def permute(
     *,
     config: Config | None = None,
 ) -> tuple[Any, Any]:
-    """rows [N, H], and row_scales [N, S] or None.
+    """Return rows [N, H], and row_scales [N, S] or None.
 
     Args:
-        device: where to.
+        device: allocates and launches.
         x: [T, H].
         scale: [T, S] of 32-bit numbers, or None.
         token_rows: int32 [T, W] rows of each token; the first -1 ends a token.
         row_to_token: int32 [N].
         fill_padding: "all", "meta" (scales only) or "none".
-        config: instead of that of `configs.permute_config`.
+        config: overrides `configs.permute_config`.
     """
     num_tokens, row_slots = token_rows.shape
     num_rows = row_to_token.shape[0]
@@ -249,7 +257,7 @@ def permute(
     return rows, row_scales
 
 
-def permute_window(
+def permute_chunk(
     device: Device,
     x: Array,
     token_rows: Array,
@@ -260,18 +268,18 @@ def permute_window(
     rows_end: int,
     sums: RowSums | None = None,
 ) -> None:
-    """out[:] = rows[first:end, first:end] of all rows in expert order, packed; rows without a token are zeros.
+    """out[:] = rows[first:end, first:end] of the permuted matrix, packed; rows without a token are zeros.
 
     Args:
-        device: where to.
+        device: allocates and launches.
         x: [T, H].
         token_rows: int32 [T, W] rows of each token; the first -1 ends a token.
         row_to_token: int32 [N].
-        out: memory for the window.
-        rows: the first row and the end.
-        columns: the first column and the end.
-        rows_end: address of an int32 on the device; rows from that one on stay as they are unless a token has them.
-        sums: what the launch makes as well.
+        out: memory for the chunk.
+        rows: first row and end.
+        columns: first column and end.
+        rows_end: address of an int32 on the device; padding from that row on is left as it is.
+        sums: row sums that the same launch computes, or None.
     """
     num_tokens, row_slots = token_rows.shape
     item = ITEM_BYTES[device.dtype_name(x)]
@@ -300,7 +308,7 @@ def permute_window(
 
 
 def _target(device: Device, source: Array, num_rows: int) -> tuple[Any, _Layout]:
-    """The rows to be made from a matrix, and how both lie in memory."""
+    """The destination of a matrix' rows, and the memory layout of both."""
     dtype = device.dtype_name(source)
     item, columns = ITEM_BYTES[dtype], source.shape[1]
     target = device.empty([num_rows, columns], dtype)
@@ -342,6 +350,6 @@ def _call(
 
 
 def _cut(row_bytes: int, stride: int, low_bits: int) -> tuple[Words, int]:
-    """The words to copy, and how far rows lie apart, in groups of words."""
+    """Words to copy, and the row stride in vectors."""
     words = words_of(row_bytes, stride, low_bits)
     return words, stride // (words.unit * words.vector)

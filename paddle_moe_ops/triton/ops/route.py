@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Routing: the launches that make the maps of a plan; `route_kernels` says what each of them does."""
+"""Routing: launches that compute the maps of a plan; `route_kernels` describes the kernels."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from .route_kernels import count_kernel, maps_kernel, mask_to_ids_kernel, offset
 
 __all__ = ["ONE_PROGRAM", "Maps", "Routing", "route"]
 
-# What one program does in one launch, if it is not more than this.
+# Limits up to which one program in one launch computes all maps.
 ONE_PROGRAM = 256  # slots
 _ONE_PROGRAM_ROWS = 8192
 _ONE_PROGRAM_ROWMAP = 65536
 _TILE = 256
 _STEP = 32
-_MOST_BINS = 1024
+_MAX_BINS = 1024
 _FEW_EXPERTS = 32
 _FILL = 1024
 _ROWMAP_FILL = 4096
-_MOST_ROWS = 2**31 - 1
+_MAX_ROWS = 2**31 - 1
 
 
 class Routing(NamedTuple):
-    """What is routed, and how."""
+    """The routing of a call and its options."""
 
     routing: Array  # int32 or int64 [T, K], or bool [T, E]
     probs: Array | None  # float32 in the shape of routing
@@ -43,7 +43,7 @@ class Routing(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """The ten tensors of a plan in its order, and the row map [T, E] if it was asked for."""
+    """The ten tensors of a plan in its order, and the row map [T, E] if it is wanted."""
 
     slot_to_row: Any
     token_rows: Any
@@ -59,7 +59,7 @@ class Maps(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A launch but for its arrays."""
+    """A launch without its arrays."""
 
     programs: int
     types: tuple[str, ...]
@@ -69,10 +69,10 @@ class _Part(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What follows from the sizes of a routing."""
+    """Launches and workspace of a routing; a function of its sizes."""
 
-    in_one_program: bool  # if the rows, whose number may not be known yet, are not too many
-    one: _Part  # route_kernel, but for the last of the sizes, which is the number of rows; so are these:
+    in_one_program: bool  # unless there are too many rows, whose number may not be known yet
+    one: _Part  # route_kernel; its last size, the number of rows, is missing here and in the other parts
     counting: _Part
     prefix: _Part
     offsets: _Part
@@ -81,7 +81,7 @@ class _Call(NamedTuple):
     experts_at: int
     before_at: int
     totals_at: int
-    workspace: int  # of one program, in int64
+    workspace: int  # of one program, in int64 elements
     whole_workspace: int
 
 
@@ -89,9 +89,9 @@ class _Call(NamedTuple):
 def _call(
     ids_type: str, tokens: int, topk: int, experts: int, alignment: int, dedupe: bool, flags: tuple[bool, bool, bool]
 ) -> _Call:
-    """``flags``: whether there are probabilities, a mask, and a row map to make."""
+    """``flags``: whether there are probabilities, a mask, and a row map to write."""
     slots, rowmap_size = tokens * topk, tokens * experts if flags[2] else 0
-    bins = min(max(next_power_of_2(experts), 32), _MOST_BINS)
+    bins = min(max(next_power_of_2(experts), 32), _MAX_BINS)
     few_experts = next_power_of_2(experts) if experts <= _FEW_EXPERTS else 0
     tiles, width = blocks(slots, _TILE), 8 if experts <= 1024 else 32
     in_one_program = slots <= ONE_PROGRAM and rowmap_size <= _ONE_PROGRAM_ROWMAP
@@ -139,13 +139,13 @@ def _call(
 
 
 def route(device: Device, problem: Routing, num_rows: int | None, *, with_rowmap: bool = False) -> Maps:
-    """Make the maps of a plan.
+    """Compute the maps of a plan.
 
     Args:
-        device: where to.
+        device: allocates and launches.
         problem: the routing.
-        num_rows: N, or None: the sum of the padded segments, which is read back (the host waits for the device).
-        with_rowmap: make Paddle's row map, too.
+        num_rows: N, or None: the sum of the padded segments, read back from the device (the host waits for it).
+        with_rowmap: compute Paddle's row map, too.
 
     Raises:
         ValueError: N would not fit into int32.
@@ -158,7 +158,7 @@ def route(device: Device, problem: Routing, num_rows: int | None, *, with_rowmap
     sizes = [device.empty(shape, "int32") for shape in ([experts], [experts + 1], [experts], [])]
     rowmap = device.empty([tokens, experts], "int32") if with_rowmap else None
     if call.in_one_program and num_rows is not None and num_rows <= _ONE_PROGRAM_ROWS:
-        workspace = device.empty([call.workspace], "int64")  # which lives until after the launch
+        workspace = device.empty([call.workspace], "int64")  # alive until after the launch
         starts = workspace.data_ptr()
         experts_of_slots = starts + call.experts_at
         maps = _empty_maps(device, problem, num_rows)
@@ -172,11 +172,11 @@ def route(device: Device, problem: Routing, num_rows: int | None, *, with_rowmap
     if call.counting.programs:
         _launch(device, count_kernel, call.counting, *addresses(ids), experts_of_slots, before, *addresses(rowmap))
     _launch(device, prefix_kernel, call.prefix, before, totals)
-    limit = _MOST_ROWS if num_rows is None else num_rows
+    limit = _MAX_ROWS if num_rows is None else num_rows
     _launch(device, offsets_kernel, call.offsets, totals, starts, *addresses(*sizes), num_rows=limit)
     if num_rows is None:
         num_rows = device.read_int(workspace, experts)
-        if num_rows > _MOST_ROWS:
+        if num_rows > _MAX_ROWS:
             raise ValueError(
                 "padding_alignment must give a buffer of fewer than 2^31 rows, "
                 f"but {problem.alignment} gives {num_rows}"
@@ -195,7 +195,7 @@ def _launch(device: Device, kernel: Any, part: _Part, *arrays: int, num_rows: in
 
 
 def _ids(device: Device, problem: Routing) -> tuple[Any, str]:
-    """The ids and the type of their pointer; those of a mask are made here."""
+    """The ids and their pointer type; a mask is converted to ids by a launch."""
     if not problem.is_mask:
         return problem.routing, "*i64" if device.dtype_name(problem.routing) == "int64" else "*i32"
     ids = device.empty([problem.num_tokens, problem.topk], "int32")
@@ -205,7 +205,7 @@ def _ids(device: Device, problem: Routing) -> tuple[Any, str]:
             problem.num_tokens,
             ("*i8", "*i32", "i32", "i32", "i32"),
             (*addresses(problem.routing, ids), problem.num_tokens, problem.num_experts, problem.topk),
-            (min(max(next_power_of_2(problem.num_experts), 32), _MOST_BINS),),
+            (min(max(next_power_of_2(problem.num_experts), 32), _MAX_BINS),),
             1,
         )
     return ids, "*i32"

@@ -1,14 +1,19 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="assignment"
-"""The sum of each token's rows, plain or weighted.
+"""Unpermute: the sum of each token's rows, plain or weighted. Memory-bound.
 
-out[t] = sum of rows[token_rows[t, :]], ascending: a float32 accumulator starts at -0.0, takes one addition or one fused
-multiply-add per row and is rounded once, to nearest even. A plain sum multiplies by 1, which rounds like the addition.
-A place without a row adds 0 * -1, which is -0.0 and changes no number, so that it needs no branch. No row gives 0; a
-single unweighted row is copied. The result may be a window of columns of a larger matrix. One program makes BLOCK
-columns of one token; all its loads, up to eight rows, stand before the first addition. Moves (N + T) * H * itemsize
-bytes, and 4 * T * W of maps.
+    out[t] = sum_k factor_k * rows[token_rows[t, k]]        ascending k; factor 1, weights[row] or weights[index[row]]
+
+Numerics: a float32 accumulator starts at -0.0, receives one fused multiply-add per row and is rounded once, to nearest
+even. A plain sum multiplies by 1, which rounds like an addition. An absent row adds 0 * -1 = -0.0, which changes no
+accumulator, so the loop needs no branch. A token without rows has result 0; a single unweighted row is copied.
+
+Layout: rows [N, H], any row stride; token_rows int32 [T, W], the first -1 ends a token; out [T, H], or a chunk of the
+columns of a wider matrix. Mapping: COLUMN_BLOCKS programs per token, BLOCK columns each. The loads of a round, COUNT
+rows (at most eight), are all issued before the first addition, so their latencies overlap.
+
+Bytes moved: (N + T) * H * itemsize, and 4 * T * W of maps.
 """
 
 import functools
@@ -32,12 +37,12 @@ from ..launch.device import (
 from .configs import Config, rows_at_once, unpermute_config
 from .numerics import CARRIERS, load_indices, minus_zeros, rounded, widened
 
-__all__ = ["unpermute", "unpermute_window"]
+__all__ = ["unpermute", "unpermute_chunk"]
 
 
 @triton.jit
 def _factor_of(weights, weight_index, row, num_weights, WEIGHTED: tl.constexpr, INDEXED: tl.constexpr):
-    """What a row is multiplied by: its weight, or 1; -1 without a row; 0 where the index of its weight leads out."""
+    """Factor of a row: its weight, or 1; -1 without a row; 0 if the index of its weight is out of range."""
     if INDEXED:
         place = tl.load(weight_index + row, mask=row >= 0, other=-1)
         weight = tl.load(weights + place, mask=(place >= 0) & (place < num_weights), other=0.0)
@@ -59,10 +64,11 @@ def _add_rows(
     INDEXED: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """acc plus the rows, one after the other.
+    """Add COUNT rows to ``acc``, one after the other.
 
-    ``source``: rows, elements from one to the next, the columns wanted and how many there are; ``weighting``: weights,
-    weight_index and num_weights.
+    ``source``: rows, row stride in elements, column offsets and number of columns. ``weighting``: weights, weight_index
+        and
+    num_weights.
     """
     rows, row_step, columns, width = source
     weights, weight_index, num_weights = weighting
@@ -145,16 +151,16 @@ def unpermute(
     copy_single_row: bool = False,
     config: Config | None = None,
 ) -> Any:
-    """[T, H] of the dtype of ``rows``.
+    """Return [T, H] of the dtype of ``rows``.
 
     Args:
-        device: where to.
+        device: allocates and launches.
         rows: [N, H] float32, float16 or bfloat16.
         token_rows: int32 [T, W] rows of each token; the first -1 ends a token.
-        weights: float32, by row, or by what weight_index says; None: the plain sum.
-        weight_index: int32 [N] place of each row's weight, or None.
-        copy_single_row: copy a token's only row even when there are weights.
-        config: instead of that of `configs.unpermute_config`.
+        weights: float32, by row or indexed by ``weight_index``; None: the plain sum.
+        weight_index: int32 [N], index of each row's weight, or None.
+        copy_single_row: copy a token's only row even if there are weights.
+        config: overrides `configs.unpermute_config`.
     """
     num_tokens, row_slots = token_rows.shape
     num_rows, hidden = rows.shape
@@ -174,18 +180,18 @@ def unpermute(
     return out
 
 
-def unpermute_window(
+def unpermute_chunk(
     device: Device, rows: Array, token_rows: Array, num_rows: int, out: Array, columns: tuple[int, int]
 ) -> None:
     """out[:, first:end] = the plain sum of each token's rows [N, end - first].
 
     Args:
-        device: where to.
+        device: allocates and launches.
         rows: memory that holds the rows, packed.
         token_rows: int32 [T, W] rows of each token; the first -1 ends a token.
         num_rows: N.
         out: [T, H].
-        columns: the first column and the end.
+        columns: first column and end.
     """
     num_tokens, row_slots = token_rows.shape
     if not num_tokens:

@@ -1,13 +1,20 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="assignment"
-"""The gradient of unpermute: d_rows[r] = w_r * d_out[t] and d_weights = dot(d_out[t], rows[r]), in one pass over both.
+"""Backward of unpermute: both gradients in one pass over d_out and rows. Memory-bound.
 
-One program takes one row at a time: it reads d_out piece by piece (which the other programs of the token find in the
-L2), scales it into d_rows and keeps a float32 vector of partial dot products with the row (element j in lane
-j % BLOCK), which one tree adds up at the end. BLOCK and the number of warps depend on the row's size and dtype alone,
-so a dot product has the same bits on every run and for any number of tokens. Rows without a token get zeros from
-further programs. Moves (T + 2 N) * H * itemsize bytes. The gradient of a plain sum is a `permute` of d_out.
+    d_rows[r]  = w_r * d_out[t]
+    d_weights  = dot(d_out[t], rows[r]), by row or by slot
+
+Mapping: PARTS programs per token, each for every PARTS-th of its rows. A program loops over BLOCK columns: it loads
+d_out (an L2 hit for the token's other programs), stores the scaled row and accumulates a float32 vector of partial dot
+products, element j in lane j % BLOCK; one tree reduction adds up the lanes. Further programs zero the rows without a
+token.
+
+Determinism: BLOCK and the number of warps depend on row bytes and dtype alone, so a dot product has the same bits in
+every run and for any number of tokens.
+
+Bytes moved: (T + 2 N) * H * itemsize. The gradient of a plain sum is a `permute` of d_out.
 """
 
 from typing import Any
@@ -46,7 +53,7 @@ def unpermute_backward_kernel(
     VECTOR: tl.constexpr,
     FILL: tl.constexpr,
 ):
-    """PARTS programs per token, each for every PARTS-th of its places; then PARTS per FILL rows."""
+    """PARTS programs per token, each for every PARTS-th of its rows; then PARTS per FILL rows."""
     program = tl.program_id(0)
     token = program // PARTS
     part = program % PARTS
@@ -59,7 +66,7 @@ def unpermute_backward_kernel(
             single = (tl.load(entries) >= 0) & (tl.load(entries + 1, mask=row_slots > 1, other=-1) < 0)
         slot = part
         row = tl.load(entries + slot, mask=slot < row_slots, other=-1)
-        while (row >= 0) | (BY_SLOT & (slot < row_slots)):  # rows of a token stand before its -1 unless by slot
+        while (row >= 0) | (BY_SLOT & (slot < row_slots)):  # by row, the first -1 ends a token
             exists = (row >= 0) & (row < num_rows)
             width_here = tl.where(exists, width, 0)
             place = token.to(tl.int64) * row_slots + slot if BY_SLOT else row.to(tl.int64)
@@ -112,21 +119,21 @@ def unpermute_backward(
     copy_single_row: bool = False,
     config: Config | None = None,
 ) -> tuple[Any, Any]:
-    """d_rows [N, H] and d_weights; None for what is not wanted.
+    """Return d_rows [N, H] and d_weights; None for gradients that are not wanted.
 
     Args:
-        device: where to.
-        d_out: [T, H] contiguous. Only where it lies at a multiple of 16 bytes, and ``rows`` too, are the bits of a dot
-            product a function of the data and the sizes alone.
-        slot_rows: int32 [T, W]: rows of each token, in the order of the slots where weights are by slot, else ascending
+        device: allocates and launches.
+        d_out: [T, H] contiguous. The bits of a dot product depend on data and sizes alone only if ``d_out`` and
+            ``rows`` are aligned to 16 bytes.
+        slot_rows: int32 [T, W] rows of each token: in the order of slots if weights are by slot, otherwise ascending
             with -1 last.
         row_to_token: int32 [N], -1 for rows without a token.
         rows: [N, H] contiguous, the forward input, if d_weights is wanted.
         weights: float32 [N] by row or [T, W] by slot, or None for the plain sum.
-        weights_by_slot: which.
+        weights_by_slot: whether weights are by slot.
         need_rows: whether d_rows is wanted.
-        copy_single_row: as in the forward.
-        config: instead of that of `configs.backward_config`.
+        copy_single_row: as in the forward pass.
+        config: overrides `configs.backward_config`.
     """
     if weights is None:
         return (permute(device, d_out, None, slot_rows, row_to_token, "all")[0] if need_rows else None), None
