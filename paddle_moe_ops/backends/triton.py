@@ -1,8 +1,8 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels as a backend, on NVIDIA GPUs and in dygraph. Their gradients come through PyLayers.
+"""The Triton kernels as a backend, on NVIDIA GPUs and in dygraph. Gradients are autograd nodes of `gradients`.
 
-Data are checked by the oracle on the host where a call asks for it, so that a call with validation waits for the GPU.
+If a call asks for validation, the oracle checks its data on the host, so the call waits for the GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _ascending(slot_to_row: Tensor) -> Tensor:
 
 
 class TritonKernels(ProductKernels):
-    """Calls the launchers of `paddle_moe_ops.triton`, which are imported when they are first needed."""
+    """Calls the launchers of `paddle_moe_ops.triton`; their modules are imported on first use."""
 
     name = "triton"
     operators = frozenset(
@@ -297,7 +297,7 @@ class TritonKernels(ProductKernels):
             return d_rows, None
         if d_probs is None:
             made = slots_to_rows(device, dense(d_prob_topk), slot_to_row, row_to_token)
-            return d_rows, made.reshape(probs.shape)  # which may be a column
+            return d_rows, made.reshape(probs.shape)  # [N] or [N, 1]
         scatter_slots(device, dense(d_prob_topk), slot_to_row, d_probs)
         return d_rows, d_probs
 
@@ -367,7 +367,7 @@ class TritonKernels(ProductKernels):
 
 
 def _check_rowmap(rowmap: Tensor, pad_offsets: Tensor | None, num_rows: int, spec: RowmapSpec) -> None:
-    """Raise for bad entries, as far as it is asked for."""
+    """Raise for bad entries that ``spec`` asks to check."""
     rows = to_numpy(rowmap)
     if spec.is_row_id_map:
         rows = row_id_map_to_rowmap(rows, None if pad_offsets is None else to_numpy(pad_offsets))

@@ -28,7 +28,7 @@ from .gemm.mlp import Pass
 from .gemm.types import Gradients, Kept, Layer, Target
 from .hopper_float8 import AMAX_MIN, GROUP, Codes, float8_product, quantize_blocks, quantize_both_forms
 from .hopper_product import GATED, GRADIENT, PLAIN, TILE_ROWS
-from .launch.device import Array, Device, blocks
+from .launch.device import Array, Device, cdiv
 from .ops.permute import permute_chunk
 from .ops.quantize import quantize
 from .ops.unpermute import unpermute_chunk
@@ -74,7 +74,7 @@ class _Float8Run(Pass):
         super().__init__(device, layer, x, reuses_rows=False, may_gather=False, tables=tables)
         held = min(self.chunk_rows + TILE_ROWS, self.num_rows)
         codes = device.empty([held, self.hidden], "float8_e4m3fn")
-        self.moved = Codes(codes, device.empty([held, blocks(self.hidden, GROUP)], "float32"))
+        self.moved = Codes(codes, device.empty([held, cdiv(self.hidden, GROUP)], "float32"))
         self.float8_tables = self.schedule(TILE_ROWS)
 
     def _tile_heights(self) -> list[int]:
@@ -90,7 +90,7 @@ class _Float8Run(Pass):
         return quantize_blocks(self.device, w, turned=name.startswith("turned_") == self.layer.transpose)
 
     def new_codes(self, columns: int) -> Codes:
-        device, groups = self.device, blocks(columns, GROUP)
+        device, groups = self.device, cdiv(columns, GROUP)
         codes = device.empty([self.num_rows, columns], "float8_e4m3fn")
         return Codes(codes, device.empty([self.num_rows, groups], "float32"))
 

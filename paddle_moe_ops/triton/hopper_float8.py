@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from .gemm.types import Gpu, Schedule, Target
 from .hopper_product import LibraryKernel, library_kernel
-from .launch.device import ITEM_BYTES, Array, Device, address, blocks
+from .launch.device import ITEM_BYTES, Array, Device, address, cdiv
 
 __all__ = [
     "AMAX_MIN",
@@ -119,7 +119,7 @@ def _quantize_blocks(device: Device, w: Array, forms: tuple[bool, ...]) -> list[
     for turned in forms:
         sides = (width, height) if turned else (height, width)
         codes = device.empty([experts, *sides], "float8_e4m3fn")
-        scales = device.empty([experts, *(blocks(side, GROUP) for side in sides)], "float32")
+        scales = device.empty([experts, *(cdiv(side, GROUP) for side in sides)], "float32")
         made.append(Codes(codes, scales))
         results[2 * turned : 2 * turned + 2] = codes, scales
     arguments = experts, height, width, *map(address, (w, *results)), _DTYPES[device.dtype_name(w)], bits_of(AMAX_MIN)

@@ -13,7 +13,7 @@ from typing import Any
 
 from .gemm.types import Gpu, Rows, Schedule
 from .hopper_product import LIBRARY_DTYPES, LibraryKernel, library_kernel
-from .launch.device import ITEM_BYTES, Array, Device, address, sum_vector
+from .launch.device import ITEM_BYTES, Array, Device, address, vector_elements
 
 __all__ = ["grouped_outer_of", "hopper_outer", "takes_outer"]
 
@@ -66,7 +66,7 @@ def takes_outer(device: Device, gpu: Gpu, num_rows: int, p: Rows, q: Rows, out: 
         return False
     item = ITEM_BYTES[device.dtype_name(p.array)]
     sizes = [size * item for size in (p.width, p.stride, q.width, q.stride, out.shape[-1])]
-    return sum_vector(item, p.address(item), q.address(item), address(out), *sizes) != 1
+    return vector_elements(item, p.address(item), q.address(item), address(out), *sizes) != 1
 
 
 def hopper_outer(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .gemm.types import Gpu, Rows, Schedule, Target
-from .launch.device import ITEM_BYTES, Array, Device, address, blocks, sum_vector
+from .launch.device import ITEM_BYTES, Array, Device, address, cdiv, vector_elements
 
 __all__ = [
     "GATED",
@@ -82,7 +82,7 @@ _TYPES = (*["i64"] * len(_INTEGERS), "*i8", "i64", *["*i8"] * len(_ARRAYS), *["i
 
 
 class LibraryKernel:
-    """A CUDA entry point of the C core, with what `handles.Handles.run` needs of a compiled Triton kernel.
+    """A CUDA entry point of the C core, with what `handles.KernelCache.run` needs of a compiled Triton kernel.
 
     Args:
         name: of the launch.
@@ -195,7 +195,7 @@ def library_rows(
     if not most_library_rows(device, gpu) or not num_rows or inner % 8 or outer % 8:
         return 0
     item = ITEM_BYTES[device.dtype_name(w)]
-    if sum_vector(item, *(address(each) for each in (w, *arrays))) == 1:
+    if vector_elements(item, *(address(each) for each in (w, *arrays))) == 1:
         return 0
     return chosen_rows(gpu, result, num_rows // w.shape[0], inner, columns or outer)
 
@@ -251,7 +251,7 @@ def hopper_product(
     experts, *matrix = w.shape
     inner, outer = matrix[::-1] if transpose else matrix
     if result == GRADIENT and weights is not None and d_weights is None:
-        d_weights = device.empty([num_rows, blocks(out.width, TILE_COLUMNS)], "float32")
+        d_weights = device.empty([num_rows, cdiv(out.width, TILE_COLUMNS)], "float32")
     windows = tables.num_chunks
     rows_here = num_rows if window is None else min(num_rows, source.height)
     begin = address(tables.chunk_tiles) + ITEM_BYTES["int32"] * (windows + 1 if window is None else window)

@@ -43,7 +43,7 @@ class Library:
         return 0
 
 
-class Handles:
+class Kernels:
     """Records the context and the driver of every launch."""
 
     def __init__(self, library) -> None:
@@ -56,9 +56,9 @@ class Handles:
 @pytest.fixture
 def library(monkeypatch):
     library = Library()
-    cuda = paddle_device._Cuda.__new__(paddle_device._Cuda)
+    cuda = paddle_device._CudaDriver.__new__(paddle_device._CudaDriver)
     cuda._library, cuda._primaries, cuda.device_count = library, {}, 2
-    monkeypatch.setattr(paddle_device._Cuda, "get", lambda: cuda)
+    monkeypatch.setattr(paddle_device._CudaDriver, "get", lambda: cuda)
     monkeypatch.setattr(paddle_device, "_make_driver", lambda index, stream: f"our driver of {index}")
     return library
 
@@ -66,7 +66,7 @@ def library(monkeypatch):
 @pytest.fixture
 def device(library):
     device = paddle_device.PaddleDevice("place", 1, lambda: 77)
-    device._handles = Handles(library)
+    device._kernels = Kernels(library)
     return device
 
 
@@ -86,7 +86,7 @@ def test_a_launch_names_paddles_stream_and_leaves_a_foreign_driver_active(device
     library.context = 101
     with active("theirs"):
         device.launch(*KERNEL_CALL)
-    assert device._handles.seen == [(101, "theirs", (77, *KERNEL_CALL))]
+    assert device._kernels.seen == [(101, "theirs", (77, *KERNEL_CALL))]
     assert library.sets == []
 
 
@@ -94,7 +94,7 @@ def test_where_nobody_has_set_a_driver_ours_stands_in_for_the_launch(device, lib
     library.context = 101
     with active(None):
         device.launch(*KERNEL_CALL)
-    assert device._handles.seen[0][:2] == (101, "our driver of 1")
+    assert device._kernels.seen[0][:2] == (101, "our driver of 1")
 
 
 @pytest.mark.parametrize("before", [100, 0], ids=["another GPU", "none"])
@@ -104,7 +104,7 @@ def test_a_launch_goes_to_the_gpu_of_its_tensors(device, library, before, driver
     with active(driver):
         for _ in range(2):
             device.launch(*KERNEL_CALL)
-    assert [seen[0] for seen in device._handles.seen] == [101, 101]
+    assert [seen[0] for seen in device._kernels.seen] == [101, 101]
     assert library.context == (before or 101)
     assert library.retained == [1]
 
@@ -115,7 +115,7 @@ def test_an_error_puts_driver_and_context_back(device, library, monkeypatch):
     def broken(*_):
         raise RuntimeError("out of resources")
 
-    monkeypatch.setattr(device._handles, "launch", broken)
+    monkeypatch.setattr(device._kernels, "launch", broken)
     with active(None), pytest.raises(RuntimeError, match="out of resources"):
         device.launch(*KERNEL_CALL)
     assert library.context == 100
@@ -132,7 +132,7 @@ def test_the_driver_is_asked_for_the_parameters_of_a_kernel_until_it_knows_no_mo
     library.cuFuncGetParamInfo = sizes
     library.cuLaunchKernel = library.cuGetErrorString = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
     library.cuCtxGetCurrent, python = library.cuLaunchKernel, library.cuCtxGetCurrent
-    driver = paddle_device._Cuda.get().launching(1)
+    driver = paddle_device._CudaDriver.get().launch_functions(1)
     library.cuCtxGetCurrent, library.context = python, 100
     assert driver.parameter_sizes(77) == [8, 4, 8]
     assert set(asked) == {(77, 101)}
@@ -141,7 +141,7 @@ def test_the_driver_is_asked_for_the_parameters_of_a_kernel_until_it_knows_no_mo
 
 
 def test_older_drivers_do_not_tell_them(library):
-    assert paddle_device._Cuda.get()._parameter_sizes(77) is None
+    assert paddle_device._CudaDriver.get()._parameter_sizes(77) is None
 
 
 def test_a_driver_that_cannot_be_loaded_is_a_reason_to_run_elsewhere(monkeypatch):
@@ -150,7 +150,7 @@ def test_a_driver_that_cannot_be_loaded_is_a_reason_to_run_elsewhere(monkeypatch
 
     monkeypatch.setattr(paddle_device, "_no_gpu", lambda: None)
     monkeypatch.setattr(paddle_device, "_no_triton", lambda: None)
-    monkeypatch.setattr(paddle_device._Cuda, "get", staticmethod(paddle_device._Cuda))
+    monkeypatch.setattr(paddle_device._CudaDriver, "get", staticmethod(paddle_device._CudaDriver))
     monkeypatch.setattr(paddle_device.ctypes, "CDLL", missing)
     assert paddle_device.unavailable() == (
         "the NVIDIA driver cannot be asked for the GPU: libcuda.so.1: cannot open shared object file"

@@ -16,7 +16,7 @@ from paddle_moe_ops.triton import hopper_product
 from paddle_moe_ops.triton.gemm import gpu_facts, mlp
 from paddle_moe_ops.triton.gemm.types import Gpu
 from paddle_moe_ops.triton.hopper_product import GroupedProductParams, LibraryKernel, grouped_product_of
-from paddle_moe_ops.triton.launch.kernel_cache import Handles
+from paddle_moe_ops.triton.launch.kernel_cache import KernelCache
 
 from .library_in_numpy import HOPPER, fields_in_header, launches_of, use_products
 from .problems import EXPERTS_AT_LIMITS
@@ -383,9 +383,9 @@ def test_what_the_library_refuses_is_an_error_that_names_the_kernel():
     kernel = LibraryKernel(
         "grouped_product", lambda *_: 1, GroupedProductParams, lambda: b"inner must be a multiple of 8"
     )
-    assert Handles().compiled(kernel, (), (), 1) is kernel
+    assert KernelCache().compiled(kernel, (), (), 1) is kernel
     with pytest.raises(RuntimeError, match="grouped_product: inner must be a multiple of 8"):
-        Handles.run(kernel, 0, 1, [0] * (len(GroupedProductParams._fields_) - 1))
+        KernelCache.run(kernel, 0, 1, [0] * (len(GroupedProductParams._fields_) - 1))
 
 
 def test_the_struct_mirrors_the_header():

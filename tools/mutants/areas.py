@@ -207,7 +207,7 @@ EQUIVALENT = (
     (r"backends/reference\.py", "keyword dropped", r"fill_padding=", "zeros are as good as what is undefined"),
     (r"gemm\.py|masked/maps\.py", "", r"get_autocast_dtype\(\)\) for|limit or min\(room", "only on a GPU"),
     (r"", "opposite", r"np\.zeros\(0,", "nothing in it"),
-    (r"triton/ops/permute\.py", "arguments swapped", r"words_of\(", "sizes and addresses count alike"),
+    (r"triton/ops/permute\.py", "arguments swapped", r"copy_words\(", "sizes and addresses count alike"),
     (r"triton/ops/sort_chunks\.py", "", r"other=-1\) == ", "what no chunk is compared with"),
     (r"", "arguments swapped", r"swapaxes|\b(max|min)\(", "either way round"),
     (r"", "elements swapped", r"frozenset\(|isinstance\(", "in any order"),

@@ -22,7 +22,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ..launch.device import Array, Device, address, blocks, next_power_of_2
+from ..launch.device import Array, Device, address, cdiv, next_power_of_2
 from ..ops.row_sums import row_sums
 from ..ops.rowmap import fill
 from .schedule import schedule
@@ -98,7 +98,7 @@ def bias_gradient(
     experts = bias.shape[0]
     tables = schedule(device, groups, num_rows, _BLOCK_M)
     columns = min(next_power_of_2(outer), _MAX_BLOCK_N)
-    tiles = blocks(outer, columns)
+    tiles = cdiv(outer, columns)
     d_bias, partial = device.empty(bias.shape, device.dtype_name(bias)), None
     if d_weights is not None:
         partial = fill(device, device.empty([num_rows, tiles], "float32"), num_rows * tiles, 0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..launch.allocator import ALLOCATOR
-from ..launch.device import blocks, next_power_of_2
+from ..launch.device import cdiv, next_power_of_2
 from .types import Gpu
 
 __all__ = ["GemmConfig", "gated_config", "gemm_config", "wgrad_config"]
@@ -66,7 +66,7 @@ _SMALL = GemmConfig(128, 128, 32, 8, 4, 4, 2, False)
 
 def gemm_config(gpu: Gpu, num_rows: int, num_experts: int, inner: int, outer: int) -> GemmConfig:
     """Configuration of a GEMM with M rows, K = ``inner`` and N = ``outer``, on average M / E rows per group."""
-    mean = blocks(num_rows, num_experts)
+    mean = cdiv(num_rows, num_experts)
     if _is_small(gpu):
         return _SMALL.fitting(mean, outer)
     tma = ALLOCATOR is not None
@@ -78,7 +78,7 @@ def gemm_config(gpu: Gpu, num_rows: int, num_experts: int, inner: int, outer: in
 
 def gated_config(gpu: Gpu, num_rows: int, num_experts: int, outer: int) -> GemmConfig:
     """Configuration of a GEMM with SwiGLU epilogue: a program holds two accumulators, gate and up, of N columns."""
-    mean = blocks(num_rows, num_experts)
+    mean = cdiv(num_rows, num_experts)
     if _is_small(gpu):
         return _SMALL._replace(block_n=64).fitting(mean, outer)
     tma = ALLOCATOR is not None

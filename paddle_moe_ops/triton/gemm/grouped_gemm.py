@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..launch.device import ITEM_BYTES, Array, Device, address, blocks
+from ..launch.device import ITEM_BYTES, Array, Device, address, cdiv
 from ..ops.permute import permute
 from ..ops.row_sums import row_sums
 from .configs import GemmConfig, gemm_config, wgrad_config
@@ -93,7 +93,7 @@ def launch_gemm(
     use_tma = uses_tma(config, vector, inner, transpose)
     flat_loop = use_tma and row_to_token is None and forward_rows is None and not swiglu and inner <= config.max_flat_k
     outputs = GemmOutputs(out.array, hidden)
-    num_n_tiles = blocks(out.width, config.block_n)
+    num_n_tiles = cdiv(out.width, config.block_n)
     if forward_rows is not None:
         partial_dots, scaled_rows = (
             device.empty([num_rows, *size], kind) for size, kind in (([num_n_tiles], "float32"), ([outer], dtype))
@@ -115,7 +115,7 @@ def launch_gemm(
     with descriptor_memory(device, use_tma):
         device.launch(
             grouped_gemm_kernel,
-            config.grid(gpu, (blocks(rows_of_chunk, config.block_m) + experts) * num_n_tiles),
+            config.grid(gpu, (cdiv(rows_of_chunk, config.block_m) + experts) * num_n_tiles),
             (*pointers, *["i32"] * 9, "i64", "i64"),
             (
                 *addresses,

@@ -41,7 +41,7 @@ from ..hopper_product import (
     library_rows,
     most_library_rows,
 )
-from ..launch.device import ITEM_BYTES, Array, Device, address, blocks, sum_vector
+from ..launch.device import ITEM_BYTES, Array, Device, address, cdiv, vector_elements
 from ..ops.permute import permute_chunk
 from ..ops.row_sums import RowSums, sums_of_rows
 from ..ops.unpermute import unpermute_chunk
@@ -98,7 +98,7 @@ class Pass:
         if rows < self.num_rows:
             rows = max(rows - self.tile_rows, self.tile_rows)
         self.chunk_rows = max(min(rows, self.num_rows), 1)
-        self.num_chunks = blocks(self.num_rows, self.chunk_rows)
+        self.num_chunks = cdiv(self.num_rows, self.chunk_rows)
         self.gathers = may_gather and self._gathers(reuses_rows, wgrad_permutes)
         columns = layer.workspace // max(self.num_rows * self.item, 1) // _COLUMN_STEP * _COLUMN_STEP
         self.chunk_columns = self._chunk_columns(min(max(columns, _COLUMN_STEP), self.hidden))
@@ -246,10 +246,9 @@ class Pass:
         return library_rows(self.device, self.gpu, result, *sizes, (self.buffer, *there), columns)
 
     def _library_can_gather(self, x: Array) -> bool:
-        """True if the library can gather tokens: there are some, rows do not overlap, and rows are aligned to 16
-        bytes."""
+        """True if the library can gather tokens: there are some, in aligned rows that do not overlap."""
         stride = self.device.row_stride(x)
-        is_aligned = sum_vector(self.item, stride * self.item, address(x)) > 1
+        is_aligned = vector_elements(self.item, stride * self.item, address(x)) > 1
         return self.num_tokens > 0 and stride >= self.hidden and is_aligned
 
     def library_rows_of_tokens(self, result: int, w: Array, outer: int, x: Array, *arrays: Any) -> int:
@@ -355,7 +354,7 @@ class Pass:
         for chunk, rows in self.row_chunks(d_out):
             arguments = rows, layer.down, self.up_config, tile_rows, out, not layer.transpose
             self.gemm(*arguments, gather_map=self.gather_map, chunk=chunk)
-        vector = sum_vector(self.item, self.inner * self.item, address(hidden), address(scaled))
+        vector = vector_elements(self.item, self.inner * self.item, address(hidden), address(scaled))
         d_weights = swiglu_gradient(device, hidden, scaled, layer.weights, row_to_token, self.rows_end, vector)
         if d_weights is None or not need_weights:
             return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 
 from ..launch.allocator import ALLOCATOR, scratch_memory
-from ..launch.device import Array, Device, address, sum_vector
+from ..launch.device import Array, Device, address, vector_elements
 from .configs import GemmConfig
 from .types import Rows
 
@@ -34,4 +34,4 @@ def vector_of(item: int, *operands: Rows | Array) -> int:
             numbers += [each.address(item), each.stride * item, each.width * item]
         else:
             numbers += [address(each), each.shape[-1] * item]
-    return sum_vector(item, *numbers)
+    return vector_elements(item, *numbers)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
-from ..launch.device import Array, Device, address, blocks
+from ..launch.device import Array, Device, address, cdiv
 from .operands import POINTERS
 from .types import Groups, Schedule
 
@@ -153,7 +153,7 @@ def fill_schedules(
     """
     sizes, offsets = groups
     experts = sizes.shape[0]
-    num_chunks = blocks(num_rows, chunk_rows) if chunk_rows else 0
+    num_chunks = cdiv(num_rows, chunk_rows) if chunk_rows else 0
     stride = sum(Schedule.lengths(experts, num_chunks))
     pointers = [POINTERS[device.dtype_name(sizes if each is None else each)] for each in groups]
     for number in range(0, len(heights), _HEIGHTS_PER_LAUNCH):

@@ -24,7 +24,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ..launch.device import Array, Device, address, blocks, next_power_of_2
+from ..launch.device import Array, Device, address, cdiv, next_power_of_2
 
 __all__ = ["swiglu", "swiglu_gradient"]
 
@@ -115,6 +115,6 @@ def swiglu_gradient(
         (pointer, pointer, "*fp32", "*i32", "*i32", "*fp32", "i32"),
         (*map(address, (hidden, gradient, weights, row_to_token)), rows_end, address(d_weights), width // vector),
         (vector, weights is not None, block),
-        max(1, min(4, blocks(block, _COLUMNS_PER_WARP))),
+        max(1, min(4, cdiv(block, _COLUMNS_PER_WARP))),
     )
     return d_weights

@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..launch.device import ITEM_BYTES, Array, Device, address, blocks
+from ..launch.device import ITEM_BYTES, Array, Device, address, cdiv
 from .configs import GemmConfig
 from .gpu_facts import gpu_at
 from .kernels import load_tokens, swizzle
@@ -268,7 +268,7 @@ def launch_wgrad(
     aligned = ":16" if vector > 1 else ""
     pointer = POINTERS[dtype] + aligned
     sources = (q if q_gathered else p).height
-    num_tiles = experts * blocks(p.width, config.block_m) * blocks(q.width, config.block_n)
+    num_tiles = experts * cdiv(p.width, config.block_m) * cdiv(q.width, config.block_n)
     with descriptor_memory(device, use_tma):
         device.launch(
             wgrad_kernel,

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 
 import triton.language as tl
 
-from .device import Device, blocks
+from .device import Device, cdiv
 
 __all__ = ["ALLOCATOR", "scratch_memory"]
 
@@ -34,7 +34,7 @@ def scratch_memory(device: Device) -> Iterator[None]:
     if ALLOCATOR is None:
         yield
         return
-    token = ALLOCATOR.set(lambda size, alignment, stream: device.empty([blocks(size, 4)], "int32"))
+    token = ALLOCATOR.set(lambda size, alignment, stream: device.empty([cdiv(size, 4)], "int32"))
     try:
         yield
     finally:

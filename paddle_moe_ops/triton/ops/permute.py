@@ -23,16 +23,16 @@ import triton
 import triton.language as tl
 
 from ..launch.device import (
-    CALLS_KEPT,
     ITEM_BYTES,
+    MAX_CACHED_CALLS,
     Array,
+    CopyWords,
     Device,
-    Words,
     addresses,
-    blocks,
-    low_bits,
+    alignment_bits,
+    cdiv,
+    copy_words,
     next_power_of_2,
-    words_of,
 )
 from .configs import Config, permute_config, rows_at_once
 from .numerics import load_indices
@@ -286,7 +286,7 @@ def permute_chunk(
     (first_row, end), (first_column, column_end) = rows, columns
     source = x.data_ptr() + first_column * item
     stride = device.row_stride(x) * item if x.shape[0] > 1 else 0
-    layout = (column_end - first_column) * item, stride, low_bits(source, out.data_ptr())
+    layout = (column_end - first_column) * item, stride, alignment_bits(source, out.data_ptr())
     call = _call(num_tokens, row_slots, end - first_row, layout, None, "all", True, None)
     owners = row_to_token.data_ptr() + ITEM_BYTES["int32"] * first_row
     arrays = source, 0, token_rows.data_ptr(), owners, out.data_ptr(), 0, rows_end
@@ -313,10 +313,10 @@ def _target(device: Device, source: Array, num_rows: int) -> tuple[Any, _Layout]
     item, columns = ITEM_BYTES[dtype], source.shape[1]
     target = device.empty([num_rows, columns], dtype)
     stride = device.row_stride(source) * item if source.shape[0] > 1 else 0
-    return target, (columns * item, stride, low_bits(source.data_ptr(), target.data_ptr()))
+    return target, (columns * item, stride, alignment_bits(source.data_ptr(), target.data_ptr()))
 
 
-@functools.lru_cache(CALLS_KEPT)
+@functools.lru_cache(MAX_CACHED_CALLS)
 def _call(
     num_tokens: int,
     row_slots: int,
@@ -328,14 +328,14 @@ def _call(
     config: Config | None,
 ) -> _Call:
     words, stride = _cut(*layout)
-    scale_words, scale_stride = _cut(*scale_layout) if scale_layout else (Words(4, 1, 0), 0)
+    scale_words, scale_stride = _cut(*scale_layout) if scale_layout else (CopyWords(4, 1, 0), 0)
     at_once = rows_at_once(row_slots, num_rows, num_tokens)
     config = config or permute_config(words.length * words.unit, num_tokens)
     block = min(config.block_bytes // words.unit, max(next_power_of_2(words.length), 32))
-    parts = blocks(words.length, block)
+    parts = cdiv(words.length, block)
     has_scale = scale_layout is not None
     fill_rows, fill_scales = fill_padding == "all", fill_padding != "none" and has_scale
-    fills = blocks(num_rows, FILL_BLOCK) if fill_rows or fill_scales else 0
+    fills = cdiv(num_rows, FILL_BLOCK) if fill_rows or fill_scales else 0
     moved, scales = words.pointer, scale_words.pointer
     return _Call(
         (num_tokens + fills) * parts if num_rows else 0,
@@ -349,7 +349,7 @@ def _call(
     )
 
 
-def _cut(row_bytes: int, stride: int, low_bits: int) -> tuple[Words, int]:
-    """Words to copy, and the row stride in vectors."""
-    words = words_of(row_bytes, stride, low_bits)
+def _cut(row_bytes: int, stride: int, low_bits: int) -> tuple[CopyWords, int]:
+    """CopyWords to copy, and the row stride in vectors."""
+    words = copy_words(row_bytes, stride, low_bits)
     return words, stride // (words.unit * words.vector)

@@ -24,7 +24,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ..launch.device import Array, Device, address, blocks, next_power_of_2
+from ..launch.device import Array, Device, address, cdiv, next_power_of_2
 from .configs import rows_at_once
 from .numerics import CARRIERS, load_indices, rounded, widened
 from .permute import FILL_BLOCK, zero_rows
@@ -228,17 +228,17 @@ def quantize(
     num_tokens, hidden = x.shape
     num_rows = num_tokens if row_to_token is None else row_to_token.shape[0]
     row_slots = 1 if token_rows is None else token_rows.shape[1]
-    num_groups = blocks(hidden, _GROUP)
-    words = blocks(num_groups, _PACKED) if ue8m0 else num_groups
+    num_groups = cdiv(hidden, _GROUP)
+    words = cdiv(num_groups, _PACKED) if ue8m0 else num_groups
     by_column = scale_layout == "col"
-    scale_rows = blocks(num_rows, _COLUMN_ALIGNMENT) * _COLUMN_ALIGNMENT if by_column else num_rows
+    scale_rows = cdiv(num_rows, _COLUMN_ALIGNMENT) * _COLUMN_ALIGNMENT if by_column else num_rows
     codes = device.empty([num_rows, hidden], "float8_e4m3fn")
     scales = device.empty([words, scale_rows] if by_column else [num_rows, words], "int32" if ue8m0 else "float32")
     if not num_rows:
         return codes, scales
     has_map = row_to_token is not None
     fill_codes, fill_scales = fill_padding == "all", fill_padding != "none"
-    fills = blocks(scale_rows - (0 if has_map else num_rows), FILL_BLOCK) if fill_codes or fill_scales else 0
+    fills = cdiv(scale_rows - (0 if has_map else num_rows), FILL_BLOCK) if fill_codes or fill_scales else 0
     dtype = device.dtype_name(x)
     stride = device.row_stride(x) if num_tokens > 1 else 0
     vector, aligned, columns, parts = _cut(hidden, stride, x, codes)
@@ -287,7 +287,7 @@ def _cut(hidden: int, stride: int, *arrays: Array) -> tuple[int, str, int, int]:
     counts = hidden, stride, *(array.data_ptr() for array in arrays)
     vector = _VECTOR if all(count % _VECTOR == 0 for count in counts) else 1
     columns = min(max(next_power_of_2(hidden), _WARP_COLUMNS), _WARP_COLUMNS * _MAX_WARPS)
-    return vector, ":16" if vector > 1 else "", columns, blocks(hidden, columns)
+    return vector, ":16" if vector > 1 else "", columns, cdiv(hidden, columns)
 
 
 def _float_bits(value: float) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from ..launch.device import CALLS_KEPT, Array, Device, addresses, blocks, next_power_of_2
+from ..launch.device import MAX_CACHED_CALLS, Array, Device, addresses, cdiv, next_power_of_2
 from .route_kernels import count_kernel, maps_kernel, mask_to_ids_kernel, offsets_kernel, prefix_kernel, route_kernel
 
 __all__ = ["ONE_PROGRAM", "Maps", "Routing", "route"]
@@ -85,7 +85,7 @@ class _Call(NamedTuple):
     whole_workspace: int
 
 
-@functools.lru_cache(CALLS_KEPT)
+@functools.lru_cache(MAX_CACHED_CALLS)
 def _call(
     ids_type: str, tokens: int, topk: int, experts: int, alignment: int, dedupe: bool, flags: tuple[bool, bool, bool]
 ) -> _Call:
@@ -93,7 +93,7 @@ def _call(
     slots, rowmap_size = tokens * topk, tokens * experts if flags[2] else 0
     bins = min(max(next_power_of_2(experts), 32), _MAX_BINS)
     few_experts = next_power_of_2(experts) if experts <= _FEW_EXPERTS else 0
-    tiles, width = blocks(slots, _TILE), 8 if experts <= 1024 else 32
+    tiles, width = cdiv(slots, _TILE), 8 if experts <= 1024 else 32
     in_one_program = slots <= ONE_PROGRAM and rowmap_size <= _ONE_PROGRAM_ROWMAP
     tile = max(next_power_of_2(slots), _STEP) if in_one_program else 0
     experts_at = 8 * (experts + 1)
@@ -109,14 +109,14 @@ def _call(
             4,
         ),
         _Part(
-            tiles + blocks(rowmap_size, _ROWMAP_FILL),
+            tiles + cdiv(rowmap_size, _ROWMAP_FILL),
             (ids_type, "*i32", "*i32", "*i32:16", *["i32"] * 4, "i64"),
             (slots, experts, tiles, topk, rowmap_size),
             (dedupe, bins, _TILE, _ROWMAP_FILL),
             4,
         ),
         _Part(
-            blocks(experts, width),
+            cdiv(experts, width),
             ("*i32", "*i32", "i32", "i32"),
             (tiles, experts),
             (min(max(next_power_of_2(tiles), 16), 8192 // width), width),
@@ -133,8 +133,8 @@ def _call(
         experts_at,
         before_at,
         totals_at,
-        blocks(before_at, 8),
-        blocks(totals_at + 4 * experts, 8),
+        cdiv(before_at, 8),
+        cdiv(totals_at + 4 * experts, 8),
     )
 
 
@@ -182,7 +182,7 @@ def route(device: Device, problem: Routing, num_rows: int | None, *, with_rowmap
                 f"but {problem.alignment} gives {num_rows}"
             )
     maps = _empty_maps(device, problem, num_rows)
-    part = call.maps._replace(programs=call.maps.programs + blocks(num_rows, _FILL))
+    part = call.maps._replace(programs=call.maps.programs + cdiv(num_rows, _FILL))
     if part.programs:
         by_row = addresses(sizes[2], problem.probs, *maps, rowmap)
         _launch(device, maps_kernel, part, experts_of_slots, before, starts, *by_row, num_rows=num_rows)

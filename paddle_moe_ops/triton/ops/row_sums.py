@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..launch.device import Array, Device, addresses, blocks, next_power_of_2
+from ..launch.device import Array, Device, addresses, cdiv, next_power_of_2
 
 __all__ = ["RowSums", "row_sums", "sum_rows", "sums_of_rows"]
 
@@ -95,7 +95,7 @@ class RowSums(NamedTuple):
 
     @property
     def programs(self) -> int:
-        return blocks(math.prod(self.out.shape), self.rows)
+        return cdiv(math.prod(self.out.shape), self.rows)
 
     @property
     def block(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ..launch.device import Array, Device, address, addresses, blocks, next_power_of_2
+from ..launch.device import Array, Device, address, addresses, cdiv, next_power_of_2
 from .numerics import minus_zeros
 from .permute import fill_kernel
 
@@ -200,7 +200,7 @@ def _clean(
         return token_rows, row_to_token
     maps = address(rowmap), address(owner)
     types = ("*i32", "*i32", "i32", "i32")
-    device.launch(claim_kernel, blocks(size, _BLOCK), types, (*maps, size, num_rows), (_BLOCK,), 4)
+    device.launch(claim_kernel, cdiv(size, _BLOCK), types, (*maps, size, num_rows), (_BLOCK,), 4)
     outputs = token_rows, row_to_token, slot_to_row, row_to_slot, row_to_expert
     device.launch(
         compact_kernel,
@@ -224,7 +224,7 @@ def fill(device: Device, out: Any, size: int, value: int) -> Any:
     """The array with ``size`` 32-bit integers set to a value."""
     if size:
         types = ("*i32", "i64", "i32")
-        device.launch(fill_kernel, blocks(size, _BLOCK), types, (address(out), size, value), (_BLOCK,), 4)
+        device.launch(fill_kernel, cdiv(size, _BLOCK), types, (address(out), size, value), (_BLOCK,), 4)
     return out
 
 
@@ -237,7 +237,7 @@ def gather_slots(device: Device, row_values: Array, slot_to_row: Array) -> Any:
         arrays = map(address, (row_values, slot_to_row, slot_values))
         types = ("*i32", "*i32", "*i32", "i32", "i32")
         arguments = (*arrays, size, row_values.shape[0])
-        device.launch(gather_slots_kernel, blocks(size, _BLOCK), types, arguments, (_BLOCK,), 4)
+        device.launch(gather_slots_kernel, cdiv(size, _BLOCK), types, arguments, (_BLOCK,), 4)
     return slot_values
 
 
@@ -257,7 +257,7 @@ def slots_to_rows(device: Device, slot_values: Array, slot_to_row: Array, row_to
         arrays = map(address, (slot_values, slot_to_row, row_to_token, row_values))
         types = ("*fp32", "*i32", "*i32", "*fp32", "i32", "i32", "i32")
         arguments = (*arrays, num_rows, num_tokens, topk)
-        device.launch(slots_to_rows_kernel, blocks(num_rows, _ROW_BLOCK), types, arguments, (_ROW_BLOCK,), 4)
+        device.launch(slots_to_rows_kernel, cdiv(num_rows, _ROW_BLOCK), types, arguments, (_ROW_BLOCK,), 4)
     return row_values
 
 
@@ -272,7 +272,7 @@ def scatter_mask(
         arrays = map(address, (row_values, row_to_token, row_to_expert, mask_values))
         types = (*["*i32"] * 4, "i32", "i32")
         arguments = (*arrays, num_rows, num_experts)
-        device.launch(scatter_mask_kernel, blocks(num_rows, _BLOCK), types, arguments, (_BLOCK,), 4)
+        device.launch(scatter_mask_kernel, cdiv(num_rows, _BLOCK), types, arguments, (_BLOCK,), 4)
     return mask_values
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ..launch.device import Array, Device, address, blocks, next_power_of_2
+from ..launch.device import Array, Device, address, cdiv, next_power_of_2
 from .permute import permute
 from .rowmap import gather_slots
 from .unpermute import unpermute
@@ -114,7 +114,7 @@ def chunk_map(device: Device, split_sizes: Array, order: Array, num_rows: int) -
     )
     device.launch(
         chunk_map_kernel,
-        blocks(num_rows, _ROWS),
+        cdiv(num_rows, _ROWS),
         ("*i32", "*i32", "*i32", "i32", "i32"),
         (*map(address, (starts, shifts, source_to_dest)), num_rows, num_chunks),
         (_ROWS,),

@@ -24,15 +24,15 @@ import triton
 import triton.language as tl
 
 from ..launch.device import (
-    CALLS_KEPT,
     ITEM_BYTES,
+    MAX_CACHED_CALLS,
     Array,
     Device,
     addresses,
-    blocks,
-    low_bits,
+    alignment_bits,
+    cdiv,
     next_power_of_2,
-    sum_vector,
+    vector_elements,
 )
 from .configs import Config, rows_at_once, unpermute_config
 from .numerics import CARRIERS, load_indices, minus_zeros, rounded, widened
@@ -172,7 +172,7 @@ def unpermute(
     num_weights = 0 if weights is None else math.prod(weights.shape)
     arrays = addresses(rows, token_rows, weights, weight_index, out)
     flags = weights is not None, weight_index is not None, copy_single_row
-    bits = low_bits(arrays[0], arrays[-1])
+    bits = alignment_bits(arrays[0], arrays[-1])
     types, programs, sizes, constants, warps = _call(
         num_tokens, row_slots, num_rows, hidden, dtype, (stride, hidden), bits, num_weights, flags, config
     )
@@ -199,14 +199,14 @@ def unpermute_chunk(
     dtype = device.dtype_name(out)
     width = columns[1] - columns[0]
     arrays = [*addresses(rows, token_rows, None, None), out.data_ptr() + columns[0] * ITEM_BYTES[dtype]]
-    bits = low_bits(arrays[0], arrays[-1])
+    bits = alignment_bits(arrays[0], arrays[-1])
     types, programs, sizes, constants, warps = _call(
         num_tokens, row_slots, num_rows, width, dtype, (width, out.shape[1]), bits, 0, (False, False, False), None
     )
     device.launch(unpermute_kernel, programs, types, (*arrays, *sizes), constants, warps)
 
 
-@functools.lru_cache(CALLS_KEPT)
+@functools.lru_cache(MAX_CACHED_CALLS)
 def _call(
     num_tokens: int,
     row_slots: int,
@@ -222,10 +222,10 @@ def _call(
     """Types, programs, sizes, constants and warps of a launch."""
     weighted, indexed, copy_single_row = flags
     item = ITEM_BYTES[dtype]
-    vector = sum_vector(item, hidden * item, *(stride * item for stride in strides), address_bits)
+    vector = vector_elements(item, hidden * item, *(stride * item for stride in strides), address_bits)
     config = config or unpermute_config(hidden * item, num_tokens)
     block = min(config.block_bytes // item, max(next_power_of_2(hidden), 32))
-    parts = blocks(hidden, block)
+    parts = cdiv(hidden, block)
     carrier = CARRIERS[dtype] + (":16" if vector > 1 else "")
     count = rows_at_once(row_slots, num_rows, num_tokens)
     return (

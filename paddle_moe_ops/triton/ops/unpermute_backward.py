@@ -22,7 +22,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ..launch.device import ITEM_BYTES, Array, Device, address, blocks, next_power_of_2, sum_vector
+from ..launch.device import ITEM_BYTES, Array, Device, address, cdiv, next_power_of_2, vector_elements
 from .configs import Config, backward_config, rows_at_once
 from .numerics import CARRIERS, rounded, widened
 from .permute import FILL_BLOCK, permute, zero_rows
@@ -144,12 +144,12 @@ def unpermute_backward(
     d_rows = device.empty([num_rows, hidden], dtype) if need_rows else None
     need_weights = rows is not None
     d_weights = device.empty(list(weights.shape), "float32") if need_weights else None
-    vector = sum_vector(item, hidden * item, *map(address, (d_out, rows, d_rows)))
+    vector = vector_elements(item, hidden * item, *map(address, (d_out, rows, d_rows)))
     config = config or backward_config()
     block = min(config.block_bytes // item, max(next_power_of_2(hidden), 32))
     parts = row_slots if weights_by_slot else rows_at_once(row_slots, num_rows, num_tokens)
     parts = min(parts, 64)
-    fills = blocks(num_rows, FILL_BLOCK)
+    fills = cdiv(num_rows, FILL_BLOCK)
     programs = (num_tokens + fills) * parts
     if programs and (need_rows or need_weights):
         carrier = CARRIERS[dtype] + (":16" if vector > 1 else "")
