@@ -82,7 +82,7 @@ _TYPES = (*["i64"] * len(_INTEGERS), "*i8", "i64", *["*i8"] * len(_ARRAYS), *["i
 
 
 class LibraryKernel:
-    """A CUDA entry point of the C core, with what `handles.KernelCache.run` needs of a compiled Triton kernel.
+    """A CUDA entry point of the C core, with what `kernel_cache.KernelCache.run` needs of a compiled Triton kernel.
 
     Args:
         name: of the launch.

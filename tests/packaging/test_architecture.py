@@ -203,6 +203,15 @@ def test_triton_kernels_import_no_framework():
             assert not frameworks, module
 
 
+def test_folders_of_triton_import_only_those_below():
+    order = ["launch", "ops", "gemm"]
+    for module, path in MODULES:
+        folder = module.split(".")[1] if module.startswith("triton.") and module.count(".") == 2 else None
+        if folder is not None:
+            imported = {each.split(".")[1] for each in own_modules(imported_names(module, path)) if "triton." in each}
+            assert not imported & set(order[order.index(folder) + 1 :]), module
+
+
 def test_only_env_reads_the_environment():
     readers = {
         name

@@ -1,14 +1,19 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles what the launchers launch, for a GPU that need not be there; prints the PTX of each kernel as JSON lines.
+"""Compiles every kernel that the launchers launch, without a GPU; prints facts about each as JSON lines.
 
-A separate program: in the process of the tests the kernels belong to the interpreter.
+A separate program: in the process of the tests the kernels belong to the interpreter. Prints the instructions of each
+kernel, or with --ptx its PTX without names and source lines, in the order of launches. A change that must not alter
+machine code is checked by comparing this output before and after it:
+
+    TRITON_DISABLE_LINE_INFO=1 python -m tests.triton.compiling --ptx > after.jsonl && diff before.jsonl after.jsonl
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +36,7 @@ from paddle_moe_ops.triton.gemm.types import (  # noqa: E402
     Tokens,
 )
 from paddle_moe_ops.triton.ops.permute import permute  # noqa: E402
+from paddle_moe_ops.triton.ops.quantize import dequantize, quantize  # noqa: E402
 from paddle_moe_ops.triton.ops.route import Routing, route  # noqa: E402
 from paddle_moe_ops.triton.ops.row_id_map import make_row_id_map, read_row_id_map  # noqa: E402
 from paddle_moe_ops.triton.ops.rowmap import (  # noqa: E402
@@ -69,9 +75,17 @@ class CompilingDevice(NumpyDevice):
         source = ASTSource(kernel, signature, values, aligned)
         target = GPUTarget("cuda", self.capability, 32)
         compiled = triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": False})
-        instructions = sorted(set(re.findall(r"^\s+(?:@\S+ )?([a-z]\S+)", compiled.asm["ptx"], re.MULTILINE)))
-        line = {"kernel": kernel.fn.__name__, "capability": self.capability, "types": types}
-        print(json.dumps({**line, "shared_bytes": compiled.metadata.shared, "instructions": instructions}))
+        name, ptx = kernel.fn.__name__, compiled.asm["ptx"]
+        instructions = sorted(set(re.findall(r"^\s+(?:@\S+ )?([a-z]\S+)", ptx, re.MULTILINE)))
+        line = {"capability": self.capability, "types": types, "shared_bytes": compiled.metadata.shared}
+        line |= {"ptx": code_of(ptx, name)} if "--ptx" in sys.argv else {"kernel": name, "instructions": instructions}
+        print(json.dumps(line))
+
+
+def code_of(ptx: str, name: str) -> list[str]:
+    """Lines of PTX without comments, source lines and the kernel's name."""
+    lines = (re.sub(r"//.*", "", line).strip().replace(name, "kernel") for line in ptx.splitlines())
+    return [line for line in lines if line and not line.startswith((".loc", ".file", ".section"))]
 
 
 def main() -> None:
@@ -110,6 +124,10 @@ def main() -> None:
         grouped_gemm(gpu, y, matrix, groups, transpose, weights=by_row, bias=bias)
         bias_gradient(gpu, product, bias, groups, by_row, by_row)
         bias_gradient(gpu, product, bias, groups, None, None)
+    for ue8m0, layout in ((False, "row"), (True, "col")):
+        options = {"ue8m0": ue8m0, "scale_layout": layout, "amax_min": 1e-4}
+        quantize(gpu, x, ids, owners, **options)
+        dequantize(gpu, *quantize(gpu, x, **options), layout, "float32")
     chunk_map(gpu, gpu.empty([5], "int32"), gpu.empty([5], "int64"), rows)
     route_by_logits(gpu, tokens, topk, experts)
     products_by_descriptors(CompilingDevice(HOPPER), y, matrices, groups)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.long
 
 KERNELS = {
     *("route", "mask_to_ids", "count", "prefix", "offsets", "maps", "unpermute", "unpermute_backward"),
-    *("permute", "permute_and_sum"),
+    *("permute", "permute_and_sum", "quantize", "dequantize"),
     *("fill", "claim", "compact", "gather_slots", "scatter_mask", "scatter_slots", "slots_to_rows"),
     *("chunks", "chunk_map"),
     *("topk", "topk_backward"),

@@ -229,7 +229,7 @@ EQUIVALENT = (
     (r"reference/gemm\.py", "method dropped", r"\.astype\(np\.float64\)", "the other factor is float64"),
     (r"reference/", "keyword dropped", r"np\.errstate\(", "warnings"),
     (r"triton/ops/route\.py", "opposite", r"8192 // width", "sizes of pieces"),
-    (r"triton/ops/unpermute_backward\.py", "", r"parts = ", "how many programs share a token"),
+    (r"triton/ops/unpermute_backward\.py", "", r"programs_per_token = ", "how many programs share a token"),
     (
         r"triton/gemm/(grouped_gemm|operands|wgrad)\.py",
         "",

@@ -15,9 +15,10 @@ of GROUP_M row tiles so that concurrent programs share rows and columns in L2. P
 p + num_programs, ... of the list. A tile of rows ends where the next group begins, so tiles and gap tiles cover all
 rows.
 
-Overlap: the mainloop is software-pipelined over K steps with NUM_STAGES stages, by TMA descriptors (USE_TMA; addresses
-and rows must be multiples of 16 bytes) or by pointers, which can gather rows. The epilogue overlaps the next tile's
-first loads only with FLAT_LOOP.
+Overlap: the mainloop is software-pipelined over K steps with NUM_STAGES stages. Operands arrive by TMA (USE_TMA;
+addresses and rows must be multiples of 16 bytes) or through pointers (cp.async on sm_80), which can gather rows. tl.dot
+is mma.sync on sm_80 and asynchronous wgmma on sm_90. The epilogue overlaps the next tile's first loads only with
+FLAT_LOOP.
 
 Determinism: one program accumulates a tile, over ascending K. The bits depend neither on the number of programs nor on
 chunks.
@@ -124,7 +125,7 @@ def grouped_gemm_kernel(
     """A persistent loop over output tiles: mainloop over K, then the epilogue that the constants select.
 
     ``chunk_tiles`` contains the first row tile and the end. x [num_sources, K] begins with row ``first_row``; out has
-    ``width`` columns from ``first_column`` on. The launch zeros every ``num_gap_parts``-th gap tile.
+    ``width`` columns from ``first_column`` on. It zeros part ``gap_part`` of ``num_gap_parts`` of the gap tiles.
 
         GATHER      row r of x is x[row_to_token[r]], loaded through pointers
         WEIGHTED    multiplies by weights[r], before rounding

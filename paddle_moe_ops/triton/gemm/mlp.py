@@ -91,9 +91,11 @@ class Pass:
         experts = layer.down.shape[0]
         self.swiglu_config = gated_config(self.gpu, self.num_rows, experts, self.inner)
         self.down_config = gemm_config(self.gpu, self.num_rows, experts, self.inner, self.hidden)
-        self.up_config = gemm_config(self.gpu, self.num_rows, experts, self.hidden, self.inner)
+        self.down_dgrad_config = gemm_config(self.gpu, self.num_rows, experts, self.hidden, self.inner)
         # The last tile of a chunk may extend beyond it.
-        self.tile_rows = max(self.swiglu_config.block_m, self.up_config.block_m, most_library_rows(device, self.gpu))
+        self.tile_rows = max(
+            self.swiglu_config.block_m, self.down_dgrad_config.block_m, most_library_rows(device, self.gpu)
+        )
         rows = layer.workspace // (self.hidden * self.item)
         if rows < self.num_rows:
             rows = max(rows - self.tile_rows, self.tile_rows)
@@ -137,7 +139,7 @@ class Pass:
         return sorted(
             {
                 up or self.swiglu_config.block_m,
-                back or self.up_config.block_m,
+                back or self.down_dgrad_config.block_m,
                 *(rows or self.down_config.block_m for rows in plain),
             }
         )
@@ -166,8 +168,7 @@ class Pass:
         return 0 if self.gathers or self.num_chunks == 1 else self.num_chunks
 
     def schedule(self, tile_rows: int) -> Schedule:
-        """Schedule for tiles of ``tile_rows`` rows; computed by a launch if it was not expected, as for unaligned
-        arrays."""
+        """Schedule for tiles of ``tile_rows`` rows, computed by a launch if no GEMM was expected to have them."""
         if tile_rows not in self._schedules:
             self._schedules[tile_rows] = self._within(self._fill([tile_rows]), 0)
         return self._schedules[tile_rows]
@@ -269,8 +270,7 @@ class Pass:
         gather_map: Array | None = None,
         chunk: int | None = None,
     ) -> None:
-        """A GEMM without epilogue options: by the library with ``tile_rows``, or with 0 by the Triton kernel, which can
-        gather."""
+        """A plain GEMM: by the library in tiles of ``tile_rows`` rows, or with 0 by Triton, which can gather."""
         arguments = self.device, source, w, self.schedule(tile_rows or config.block_m)
         if tile_rows:
             hopper_product(
@@ -352,7 +352,7 @@ class Pass:
             return None if tiles is None or not need_weights else self.defer_row_sums(tiles, row_to_token)
         tile_rows = 0 if self.gathers else self.library_rows(PLAIN, *operands)
         for chunk, rows in self.row_chunks(d_out):
-            arguments = rows, layer.down, self.up_config, tile_rows, out, not layer.transpose
+            arguments = rows, layer.down, self.down_dgrad_config, tile_rows, out, not layer.transpose
             self.gemm(*arguments, gather_map=self.gather_map, chunk=chunk)
         vector = vector_elements(self.item, self.inner * self.item, address(hidden), address(scaled))
         d_weights = swiglu_gradient(device, hidden, scaled, layer.weights, row_to_token, self.rows_end, vector)

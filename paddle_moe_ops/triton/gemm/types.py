@@ -47,8 +47,8 @@ class Schedule(NamedTuple):
         group_ends: [E] end of each group.
         tile_starts: [E + 1] exclusive prefix sum of the tiles of each group; then their number.
         gap_starts: [E + 2] exclusive prefix sum of the gap tiles: those before the first group, those after each group.
-        chunk_tiles: [P + 3] first tile of each chunk; then the number of tiles, 0 and that number, for a launch of one
-            chunk.
+        chunk_tiles: [P + 3] first tile of each chunk; then the number of tiles, and [0, that number] for a launch of
+            all rows.
         counters: [2] zeros, which dynamic tile schedulers increment and reset.
     """
 

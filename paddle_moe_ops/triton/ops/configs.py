@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Config", "backward_config", "permute_config", "rows_at_once", "unpermute_config"]
+__all__ = ["Config", "backward_config", "permute_config", "rows_per_round", "unpermute_config"]
 
 _MAX_ROWS_PER_ROUND = 8
 
@@ -29,7 +29,7 @@ class Config(NamedTuple):
 _PROGRAMS_TO_FILL_GPU = 1024
 
 
-def rows_at_once(row_slots: int, num_rows: int, num_tokens: int) -> int:
+def rows_per_round(row_slots: int, num_rows: int, num_tokens: int) -> int:
     """Rows of a token that a program loads or stores per round: about the mean number per token, at most eight.
 
     A larger round would issue instructions for absent rows, and instruction issue limits sparse routings.

@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-__all__ = ["CARRIERS", "load_indices", "minus_zeros", "rounded", "widened"]
+__all__ = ["CARRIERS", "load_row_ids", "negative_zeros", "rounded", "widened"]
 
 # Pointer types through which rows of each dtype are loaded.
 CARRIERS = {"float32": "*i32", "float16": "*i16", "bfloat16": "*i16"}
@@ -40,16 +40,17 @@ def rounded(value, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def minus_zeros(SIZE: tl.constexpr):
+def negative_zeros(SIZE: tl.constexpr):
     """float32 [SIZE] of -0.0; tl.full would store 0.0."""
     return tl.full([SIZE], -(2**31), tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def load_indices(entries, first, count, limit, AT_ONCE: tl.constexpr):
-    """Entries first .. first + AT_ONCE of a map, as scalars; -1 beyond ``count`` and for rows outside [0, limit)."""
+def load_row_ids(entries, first, count, limit, ROWS_PER_ROUND: tl.constexpr):
+    """ROWS_PER_ROUND entries of a map from ``first`` on, as scalars; -1 beyond ``count`` and for rows outside [0,
+    limit)."""
     found = ()
-    for k in tl.static_range(AT_ONCE):
+    for k in tl.static_range(ROWS_PER_ROUND):
         row = tl.load(entries + first + k, mask=first + k < count, other=-1)
         found = found + (tl.where((row >= 0) & (row < limit), row, -1),)
     return found

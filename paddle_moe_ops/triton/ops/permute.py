@@ -9,9 +9,9 @@ Layout: x [T, H], last dimension contiguous, any row stride; rows [N, H] packed;
 int32 [N]; scales are 32-bit. Data move as integer words, as wide as addresses and row bytes allow, so bits survive for
 every dtype.
 
-Mapping: COLUMN_BLOCKS programs per token. Each loads BLOCK words of x once and stores them up to W times, AT_ONCE rows
-per round. Further programs of the same launch zero the padding, FILL rows each. A launch for a chunk computes a range
-of rows or of columns into a buffer of that size, and can append the programs of `row_sums`.
+Mapping: COLUMN_BLOCKS programs per token. Each loads BLOCK words of x once and stores them up to W times,
+ROWS_PER_ROUND rows per round. Further programs of the same launch zero the padding, FILL rows each. A launch for a
+chunk computes a range of rows or of columns into a buffer of that size, and can append the programs of `row_sums`.
 
 Bytes moved: (T + N) * H * itemsize, and 4 * (T * K + N) of maps.
 """
@@ -34,17 +34,17 @@ from ..launch.device import (
     copy_words,
     next_power_of_2,
 )
-from .configs import Config, permute_config, rows_at_once
-from .numerics import load_indices
+from .configs import Config, permute_config, rows_per_round
+from .numerics import load_row_ids
 from .row_sums import RowSums, sum_rows
 
-__all__ = ["FILL_BLOCK", "fill_kernel", "permute", "permute_chunk", "zero_rows"]
+__all__ = ["FILL_BLOCK", "fill_kernel", "permute", "permute_chunk", "zero_padding"]
 
 FILL_BLOCK = 128  # rows that one program checks for padding
 
 
 @triton.jit
-def zero_rows(row_to_token, rows, first, num_rows, width, columns, inside, word: tl.constexpr, ROWS: tl.constexpr):
+def zero_padding(row_to_token, rows, first, num_rows, width, columns, inside, word: tl.constexpr, ROWS: tl.constexpr):
     """Store zeros to the given columns of ROWS rows, where row_to_token < 0."""
     index = first + tl.arange(0, ROWS)
     tokens = tl.load(row_to_token + index, mask=index < num_rows, other=0)
@@ -77,7 +77,7 @@ def permute_kernel(
     FILL_ROWS: tl.constexpr,
     FILL_SCALES: tl.constexpr,
     HAS_END: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    ROWS_PER_ROUND: tl.constexpr,
     COLUMN_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -108,24 +108,24 @@ def permute_kernel(
         first = 0
         while tl.load(entries + first, mask=first < row_slots, other=-1) >= 0:
             # All row indices load before the first store: a load after a store would wait for it.
-            targets = load_indices(entries, first, row_slots, first_row + num_rows, AT_ONCE)
-            for k in tl.static_range(AT_ONCE):
-                row = targets[k].to(tl.int64) - first_row
+            target_rows = load_row_ids(entries, first, row_slots, first_row + num_rows, ROWS_PER_ROUND)
+            for k in tl.static_range(ROWS_PER_ROUND):
+                row = target_rows[k].to(tl.int64) - first_row
                 tl.store(rows + row * width + columns, data, mask=columns < tl.where(row >= 0, width, 0))
                 if HAS_SCALE:
                     scale_target = row_scales + row * scale_width + scale_columns
                     tl.store(scale_target, scales, mask=scale_columns < tl.where(row >= 0, scale_width_of_part, 0))
-            first += AT_ONCE
+            first += ROWS_PER_ROUND
     else:
         first = (token - num_tokens) * FILL
         if HAS_END:
             num_rows = tl.minimum(num_rows, tl.load(rows_end) - first_row)
         if FILL_ROWS:
-            zero_rows(row_to_token, rows, first, num_rows, width, columns, inside, rows.dtype.element_ty, FILL)
+            zero_padding(row_to_token, rows, first, num_rows, width, columns, inside, rows.dtype.element_ty, FILL)
         if FILL_SCALES:
             word: tl.constexpr = row_scales.dtype.element_ty
             mask = scale_columns < scale_width_of_part
-            zero_rows(row_to_token, row_scales, first, num_rows, scale_width, scale_columns, mask, word, FILL)
+            zero_padding(row_to_token, row_scales, first, num_rows, scale_width, scale_columns, mask, word, FILL)
 
 
 @triton.jit
@@ -156,7 +156,7 @@ def permute_and_sum_kernel(
     FILL_ROWS: tl.constexpr,
     FILL_SCALES: tl.constexpr,
     HAS_END: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    ROWS_PER_ROUND: tl.constexpr,
     COLUMN_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -191,7 +191,7 @@ def permute_and_sum_kernel(
             FILL_ROWS,
             FILL_SCALES,
             HAS_END,
-            AT_ONCE,
+            ROWS_PER_ROUND,
             COLUMN_BLOCKS,
             BLOCK,
             VECTOR,
@@ -327,9 +327,9 @@ def _call(
     has_end: bool,
     config: Config | None,
 ) -> _Call:
-    words, stride = _cut(*layout)
-    scale_words, scale_stride = _cut(*scale_layout) if scale_layout else (CopyWords(4, 1, 0), 0)
-    at_once = rows_at_once(row_slots, num_rows, num_tokens)
+    words, stride = _access_widths(*layout)
+    scale_words, scale_stride = _access_widths(*scale_layout) if scale_layout else (CopyWords(4, 1, 0), 0)
+    per_round = rows_per_round(row_slots, num_rows, num_tokens)
     config = config or permute_config(words.length * words.unit, num_tokens)
     block = min(config.block_bytes // words.unit, max(next_power_of_2(words.length), 32))
     parts = cdiv(words.length, block)
@@ -342,14 +342,14 @@ def _call(
         (moved, scales, "*i32", "*i32", moved, scales, "*i32", *["i32"] * 4, *["i64"] * 4),
         (num_tokens, 0, num_rows, row_slots, words.groups, stride, scale_words.groups, scale_stride),
         (
-            *(has_scale, fill_rows, fill_scales, has_end, at_once, parts, block, words.vector),
+            *(has_scale, fill_rows, fill_scales, has_end, per_round, parts, block, words.vector),
             *(next_power_of_2(scale_words.length), scale_words.vector, FILL_BLOCK),
         ),
         config.warps,
     )
 
 
-def _cut(row_bytes: int, stride: int, low_bits: int) -> tuple[CopyWords, int]:
+def _access_widths(row_bytes: int, stride: int, low_bits: int) -> tuple[CopyWords, int]:
     """CopyWords to copy, and the row stride in vectors."""
     words = copy_words(row_bytes, stride, low_bits)
     return words, stride // (words.unit * words.vector)

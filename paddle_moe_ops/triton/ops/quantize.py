@@ -9,8 +9,8 @@ Layout: x [T, H]; codes [N, H]. Scales are words of four bytes, a float32 or fou
 r is at r * W + w, or with scale_layout="col" at w * ceil4(N) + r.
 
 Mapping: COLUMN_BLOCKS programs per token. Each loads its groups once, as a tile [GROUPS, 128], reduces and converts
-them in registers and stores them to the token's rows, AT_ONCE per round. Further programs of the same launch zero the
-padding and the words that pad column-major scales.
+them in registers and stores them to the token's rows, ROWS_PER_ROUND per round. Further programs of the same launch
+zero the padding and the words that pad column-major scales.
 
 Conversion uses integer arithmetic and one rounding addition: every GPU and the interpreter give the same bits.
 
@@ -25,9 +25,9 @@ import triton
 import triton.language as tl
 
 from ..launch.device import Array, Device, address, cdiv, next_power_of_2
-from .configs import rows_at_once
-from .numerics import CARRIERS, load_indices, rounded, widened
-from .permute import FILL_BLOCK, zero_rows
+from .configs import rows_per_round
+from .numerics import CARRIERS, load_row_ids, rounded, widened
+from .permute import FILL_BLOCK, zero_padding
 
 __all__ = ["dequantize", "quantize"]
 
@@ -57,7 +57,7 @@ def _to_e4m3(value):
     magnitude = bits & 0x7FFFFFFF
     clipped = tl.minimum(magnitude, 0x43E00000)  # 448
     normal = ((clipped + 0x7FFFF + (clipped >> 20 & 1)) >> 20) - (120 << 3)
-    # Below 2^-6, codes are multiples of 2^-9, which adding 2^14 rounds to: its float32 ulp is 2^-9.
+    # Below 2^-6, codes are multiples of 2^-9. Adding 2^14, whose float32 ulp is 2^-9, rounds to one.
     shifted = clipped.to(tl.float32, bitcast=True) + 16384.0
     code = tl.where(clipped < 0x3C800000, shifted.to(tl.int32, bitcast=True) - 0x46800000, normal)
     code = code | (bits >> 24 & 0x80)
@@ -114,7 +114,7 @@ def quantize_kernel(
     BY_COLUMN: tl.constexpr,
     FILL_CODES: tl.constexpr,
     FILL_SCALES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    ROWS_PER_ROUND: tl.constexpr,
     COLUMN_BLOCKS: tl.constexpr,
     GROUPS: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -143,17 +143,19 @@ def quantize_kernel(
             entries = token_rows + token.to(tl.int64) * row_slots
             first = 0
             while tl.load(entries + first, mask=first < row_slots, other=-1) >= 0:
-                targets = load_indices(entries, first, row_slots, num_rows, AT_ONCE)
-                for k in tl.static_range(AT_ONCE):
-                    _store_row(codes, scales, targets[k], width, columns, code, word, words, places, row_step, scale)
-                first += AT_ONCE
+                target_rows = load_row_ids(entries, first, row_slots, num_rows, ROWS_PER_ROUND)
+                for k in tl.static_range(ROWS_PER_ROUND):
+                    _store_row(
+                        codes, scales, target_rows[k], width, columns, code, word, words, places, row_step, scale
+                    )
+                first += ROWS_PER_ROUND
         else:
             _store_row(codes, scales, token, width, columns, code, word, words, places, row_step, scale)
     else:
         first = (token - num_tokens) * FILL
         if HAS_MAP:
             if FILL_CODES:
-                zero_rows(row_to_token, codes, first, num_rows, width, columns, inside, tl.int8, FILL)
+                zero_padding(row_to_token, codes, first, num_rows, width, columns, inside, tl.int8, FILL)
         else:
             first += num_rows
         if FILL_SCALES:
@@ -161,9 +163,9 @@ def quantize_kernel(
             empty = (rows >= num_rows) & (rows < scale_rows)
             if HAS_MAP:
                 empty = empty | (tl.load(row_to_token + rows, mask=rows < num_rows, other=0) < 0)
-            targets = scales + rows.to(tl.int64)[:, None] * row_step + places[None, :]
-            zeros = tl.zeros(targets.shape, tl.int32)
-            tl.store(targets, zeros, mask=empty[:, None] & (word < words)[None, :])
+            pointers = scales + rows.to(tl.int64)[:, None] * row_step + places[None, :]
+            zeros = tl.zeros(pointers.shape, tl.int32)
+            tl.store(pointers, zeros, mask=empty[:, None] & (word < words)[None, :])
 
 
 @triton.jit
@@ -241,7 +243,7 @@ def quantize(
     fills = cdiv(scale_rows - (0 if has_map else num_rows), FILL_BLOCK) if fill_codes or fill_scales else 0
     dtype = device.dtype_name(x)
     stride = device.row_stride(x) if num_tokens > 1 else 0
-    vector, aligned, columns, parts = _cut(hidden, stride, x, codes)
+    vector, aligned, columns, parts = _access_widths(hidden, stride, x, codes)
     device.launch(
         quantize_kernel,
         (num_tokens + fills) * parts,
@@ -253,7 +255,7 @@ def quantize(
         ),
         (
             *(dtype, has_map, ue8m0, by_column, fill_codes, fill_scales),
-            rows_at_once(row_slots, num_rows, num_tokens),
+            rows_per_round(row_slots, num_rows, num_tokens),
             *(parts, columns // _GROUP, vector, FILL_BLOCK),
         ),
         columns // _WARP_COLUMNS,
@@ -270,7 +272,7 @@ def dequantize(device: Device, codes: Array, scales: Array, scale_layout: str, d
     by_column = scale_layout == "col"
     words, scale_rows = scales.shape if by_column else (scales.shape[1], num_rows)
     stride = device.row_stride(codes) if num_rows > 1 else 0
-    vector, aligned, columns, parts = _cut(hidden, stride, codes, out)
+    vector, aligned, columns, parts = _access_widths(hidden, stride, codes, out)
     device.launch(
         dequantize_kernel,
         num_rows * parts,
@@ -282,7 +284,7 @@ def dequantize(device: Device, codes: Array, scales: Array, scale_layout: str, d
     return out
 
 
-def _cut(hidden: int, stride: int, *arrays: Array) -> tuple[int, str, int, int]:
+def _access_widths(hidden: int, stride: int, *arrays: Array) -> tuple[int, str, int, int]:
     """Elements per access, the alignment suffix of pointer types, columns per program, and programs per row."""
     counts = hidden, stride, *(array.data_ptr() for array in arrays)
     vector = _VECTOR if all(count % _VECTOR == 0 for count in counts) else 1

@@ -72,7 +72,7 @@ class _Call(NamedTuple):
     """Launches and workspace of a routing; a function of its sizes."""
 
     in_one_program: bool  # unless there are too many rows, whose number may not be known yet
-    one: _Part  # route_kernel; its last size, the number of rows, is missing here and in the other parts
+    one: _Part  # route_kernel; `route` appends the number of rows to the sizes
     counting: _Part
     prefix: _Part
     offsets: _Part

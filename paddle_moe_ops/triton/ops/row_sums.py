@@ -36,27 +36,27 @@ def sum_rows(
     count,
     num_rows,
     width,
-    OWNED: tl.constexpr,
+    MASK_BY_TOKEN: tl.constexpr,
     BY_SLOT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """out[r] = sum of values[r, :], float32; ROWS of ``count`` sums per program, BLOCK covers a row.
 
-    With OWNED, ``maps`` is row_to_token, and rows without a token get 0. With BY_SLOT, it is slot_to_row, and out[s] is
-    the sum of the slot's row, 0 without one.
+    With MASK_BY_TOKEN, ``maps`` is row_to_token, and rows without a token get 0. With BY_SLOT, it is slot_to_row, and
+    out[s] is the sum of the slot's row, 0 without one.
     """
-    places = program * ROWS + tl.arange(0, ROWS)
+    indices = program * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
-    live, rows = places < count, places
-    if OWNED:
-        live = live & (tl.load(maps + places, mask=live, other=-1) >= 0)
+    valid, rows = indices < count, indices
+    if MASK_BY_TOKEN:
+        valid = valid & (tl.load(maps + indices, mask=valid, other=-1) >= 0)
     if BY_SLOT:
-        rows = tl.load(maps + places, mask=live, other=-1)
-        live = live & (rows >= 0) & (rows < num_rows)
-    inside = live[:, None] & (columns < width)[None, :]
+        rows = tl.load(maps + indices, mask=valid, other=-1)
+        valid = valid & (rows >= 0) & (rows < num_rows)
+    inside = valid[:, None] & (columns < width)[None, :]
     entries = tl.load(values + rows.to(tl.int64)[:, None] * width + columns[None, :], mask=inside, other=0.0)
-    tl.store(out + places, tl.sum(entries, axis=1), mask=places < count)
+    tl.store(out + indices, tl.sum(entries, axis=1), mask=indices < count)
 
 
 @triton.jit
@@ -67,13 +67,13 @@ def row_sums_kernel(
     count,
     num_rows,
     width,
-    OWNED: tl.constexpr,
+    MASK_BY_TOKEN: tl.constexpr,
     BY_SLOT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program per ROWS sums."""
-    sum_rows(tl.program_id(0), values, maps, out, count, num_rows, width, OWNED, BY_SLOT, ROWS, BLOCK)
+    sum_rows(tl.program_id(0), values, maps, out, count, num_rows, width, MASK_BY_TOKEN, BY_SLOT, ROWS, BLOCK)
 
 
 class RowSums(NamedTuple):
@@ -117,8 +117,8 @@ class RowSums(NamedTuple):
 
     @property
     def constants(self) -> tuple:
-        owned = self.maps is not None and not self.by_slot
-        return owned, self.by_slot, self.rows, self.block
+        mask_by_token = self.maps is not None and not self.by_slot
+        return mask_by_token, self.by_slot, self.rows, self.block
 
     def warps(self, others: int = _WARPS) -> int:
         """Warps of a program: ``others`` of the fused kernel for rows of one warp or less, otherwise a constant.

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from ..launch.device import Array, Device, address, addresses, cdiv, next_power_of_2
-from .numerics import minus_zeros
+from .numerics import negative_zeros
 from .permute import fill_kernel
 
 __all__ = ["clean_rowmap", "clean_rowmap_by_expert", "gather_slots", "scatter_mask", "scatter_slots", "slots_to_rows"]
@@ -145,7 +145,7 @@ def slots_to_rows_kernel(
     token = tl.load(row_to_token + rows, mask=rows < num_rows, other=-1)
     live = (token >= 0) & (token < num_tokens)
     slot = token.to(tl.int64) * K
-    total = minus_zeros(BLOCK)  # a single value is then copied bit for bit
+    total = negative_zeros(BLOCK)  # a single value is then copied bit for bit
     found = rows < 0
     for j in range(K):
         reads = live & (tl.load(slot_to_row + slot + j, mask=live, other=-1) == rows)

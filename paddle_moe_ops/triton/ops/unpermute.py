@@ -10,8 +10,8 @@ even. A plain sum multiplies by 1, which rounds like an addition. An absent row 
 accumulator, so the loop needs no branch. A token without rows has result 0; a single unweighted row is copied.
 
 Layout: rows [N, H], any row stride; token_rows int32 [T, W], the first -1 ends a token; out [T, H], or a chunk of the
-columns of a wider matrix. Mapping: COLUMN_BLOCKS programs per token, BLOCK columns each. The loads of a round, COUNT
-rows (at most eight), are all issued before the first addition, so their latencies overlap.
+columns of a wider matrix. Mapping: COLUMN_BLOCKS programs per token, BLOCK columns each. The loads of a round,
+ROWS_PER_ROUND rows (at most eight), are all issued before the first addition, so their latencies overlap.
 
 Bytes moved: (N + T) * H * itemsize, and 4 * T * W of maps.
 """
@@ -34,14 +34,14 @@ from ..launch.device import (
     next_power_of_2,
     vector_elements,
 )
-from .configs import Config, rows_at_once, unpermute_config
-from .numerics import CARRIERS, load_indices, minus_zeros, rounded, widened
+from .configs import Config, rows_per_round, unpermute_config
+from .numerics import CARRIERS, load_row_ids, negative_zeros, rounded, widened
 
 __all__ = ["unpermute", "unpermute_chunk"]
 
 
 @triton.jit
-def _factor_of(weights, weight_index, row, num_weights, WEIGHTED: tl.constexpr, INDEXED: tl.constexpr):
+def _load_factor(weights, weight_index, row, num_weights, WEIGHTED: tl.constexpr, INDEXED: tl.constexpr):
     """Factor of a row: its weight, or 1; -1 without a row; 0 if the index of its weight is out of range."""
     if INDEXED:
         place = tl.load(weight_index + row, mask=row >= 0, other=-1)
@@ -62,9 +62,9 @@ def _add_rows(
     DTYPE: tl.constexpr,
     WEIGHTED: tl.constexpr,
     INDEXED: tl.constexpr,
-    COUNT: tl.constexpr,
+    ROWS_PER_ROUND: tl.constexpr,
 ):
-    """Add COUNT rows to ``acc``, one after the other.
+    """Add ROWS_PER_ROUND rows to ``acc``, one after the other.
 
     ``source``: rows, row stride in elements, column offsets and number of columns. ``weighting``: weights, weight_index
         and
@@ -73,13 +73,13 @@ def _add_rows(
     rows, row_step, columns, width = source
     weights, weight_index, num_weights = weighting
     data = ()
-    for k in tl.static_range(COUNT):
+    for k in tl.static_range(ROWS_PER_ROUND):
         row = rows + row_ids[k].to(tl.int64) * row_step + columns
         data = data + (tl.load(row, mask=columns < tl.where(row_ids[k] >= 0, width, 0), other=0),)
     factors = ()
-    for k in tl.static_range(COUNT):
-        factors = factors + (_factor_of(weights, weight_index, row_ids[k], num_weights, WEIGHTED, INDEXED),)
-    for k in tl.static_range(COUNT):
+    for k in tl.static_range(ROWS_PER_ROUND):
+        factors = factors + (_load_factor(weights, weight_index, row_ids[k], num_weights, WEIGHTED, INDEXED),)
+    for k in tl.static_range(ROWS_PER_ROUND):
         acc = tl.fma(widened(data[k], DTYPE), factors[k], acc)
     return acc
 
@@ -101,8 +101,8 @@ def unpermute_kernel(
     WEIGHTED: tl.constexpr,
     INDEXED: tl.constexpr,
     COPY_SINGLE: tl.constexpr,
-    ONE_ROUND: tl.constexpr,
-    COUNT: tl.constexpr,
+    SINGLE_ROUND: tl.constexpr,
+    ROWS_PER_ROUND: tl.constexpr,
     COLUMN_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -115,27 +115,27 @@ def unpermute_kernel(
     inside = columns < width
     row_step = row_stride_groups * VECTOR
     entries = token_rows + token * row_slots
-    row_ids = load_indices(entries, 0, row_slots, num_rows, COUNT)
+    row_ids = load_row_ids(entries, 0, row_slots, num_rows, ROWS_PER_ROUND)
     used = 0
     single = row_ids[0]
-    for k in tl.static_range(COUNT):
+    for k in tl.static_range(ROWS_PER_ROUND):
         used += (row_ids[k] >= 0).to(tl.int32)
         single = tl.maximum(single, row_ids[k])
-    if not ONE_ROUND:
-        used += (tl.load(entries + COUNT, mask=row_slots > COUNT, other=-1) >= 0).to(tl.int32)
+    if not SINGLE_ROUND:
+        used += (tl.load(entries + ROWS_PER_ROUND, mask=row_slots > ROWS_PER_ROUND, other=-1) >= 0).to(tl.int32)
     target = out + token * (out_stride_groups * VECTOR) + columns
     if COPY_SINGLE and used == 1:
         tl.store(target, tl.load(rows + single.to(tl.int64) * row_step + columns, mask=inside, other=0), mask=inside)
     else:
         source = rows, row_step, columns, width
         weighting = weights, weight_index, num_weights
-        acc = _add_rows(minus_zeros(BLOCK), row_ids, source, weighting, DTYPE, WEIGHTED, INDEXED, COUNT)
-        if not ONE_ROUND:
-            first = COUNT
+        acc = _add_rows(negative_zeros(BLOCK), row_ids, source, weighting, DTYPE, WEIGHTED, INDEXED, ROWS_PER_ROUND)
+        if not SINGLE_ROUND:
+            first = ROWS_PER_ROUND
             while tl.load(entries + first, mask=first < row_slots, other=-1) >= 0:
-                more = load_indices(entries, first, row_slots, num_rows, COUNT)
-                acc = _add_rows(acc, more, source, weighting, DTYPE, WEIGHTED, INDEXED, COUNT)
-                first += COUNT
+                more = load_row_ids(entries, first, row_slots, num_rows, ROWS_PER_ROUND)
+                acc = _add_rows(acc, more, source, weighting, DTYPE, WEIGHTED, INDEXED, ROWS_PER_ROUND)
+                first += ROWS_PER_ROUND
         if used == 0:
             acc = tl.zeros_like(acc)
         tl.store(target, rounded(acc, DTYPE), mask=inside)
@@ -227,14 +227,14 @@ def _call(
     block = min(config.block_bytes // item, max(next_power_of_2(hidden), 32))
     parts = cdiv(hidden, block)
     carrier = CARRIERS[dtype] + (":16" if vector > 1 else "")
-    count = rows_at_once(row_slots, num_rows, num_tokens)
+    per_round = rows_per_round(row_slots, num_rows, num_tokens)
     return (
         (carrier, "*i32", "*fp32", "*i32", carrier, "i32", "i32", "i32", "i64", "i64", "i64"),
         num_tokens * parts,
         (num_rows, num_weights, row_slots, hidden // vector, *(stride // vector for stride in strides)),
         (
             *(dtype, weighted, indexed, not weighted or copy_single_row),
-            *(row_slots <= count, count, parts, block, vector),
+            *(row_slots <= per_round, per_round, parts, block, vector),
         ),
         config.warps,
     )

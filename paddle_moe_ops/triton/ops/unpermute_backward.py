@@ -6,10 +6,10 @@
     d_rows[r]  = w_r * d_out[t]
     d_weights  = dot(d_out[t], rows[r]), by row or by slot
 
-Mapping: PARTS programs per token, each for every PARTS-th of its rows. A program loops over BLOCK columns: it loads
-d_out (an L2 hit for the token's other programs), stores the scaled row and accumulates a float32 vector of partial dot
-products, element j in lane j % BLOCK; one tree reduction adds up the lanes. Further programs zero the rows without a
-token.
+Mapping: PROGRAMS_PER_TOKEN programs share a token's rows in turn. A program loops over BLOCK columns: it loads d_out
+    (an
+L2 hit for the token's other programs), stores the scaled row and accumulates a float32 vector of partial dot products,
+element j in lane j % BLOCK; one tree reduction adds up the lanes. Further programs zero the rows without a token.
 
 Determinism: BLOCK and the number of warps depend on row bytes and dtype alone, so a dot product has the same bits in
 every run and for any number of tokens.
@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 
 from ..launch.device import ITEM_BYTES, Array, Device, address, cdiv, next_power_of_2, vector_elements
-from .configs import Config, backward_config, rows_at_once
+from .configs import Config, backward_config, rows_per_round
 from .numerics import CARRIERS, rounded, widened
-from .permute import FILL_BLOCK, permute, zero_rows
+from .permute import FILL_BLOCK, permute, zero_padding
 
 __all__ = ["unpermute_backward"]
 
@@ -48,15 +48,15 @@ def unpermute_backward_kernel(
     NEED_ROWS: tl.constexpr,
     NEED_WEIGHTS: tl.constexpr,
     COPY_SINGLE: tl.constexpr,
-    PARTS: tl.constexpr,
+    PROGRAMS_PER_TOKEN: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
     FILL: tl.constexpr,
 ):
-    """PARTS programs per token, each for every PARTS-th of its rows; then PARTS per FILL rows."""
+    """PROGRAMS_PER_TOKEN programs per token, then as many per FILL rows without a token."""
     program = tl.program_id(0)
-    token = program // PARTS
-    part = program % PARTS
+    token = program // PROGRAMS_PER_TOKEN
+    part = program % PROGRAMS_PER_TOKEN
     width = groups.to(tl.int64) * VECTOR
     lanes = tl.arange(0, BLOCK)
     if token < num_tokens:
@@ -69,9 +69,9 @@ def unpermute_backward_kernel(
         while (row >= 0) | (BY_SLOT & (slot < row_slots)):  # by row, the first -1 ends a token
             exists = (row >= 0) & (row < num_rows)
             width_here = tl.where(exists, width, 0)
-            place = token.to(tl.int64) * row_slots + slot if BY_SLOT else row.to(tl.int64)
-            factor = tl.load(weights + place, mask=exists, other=0.0)
-            total = tl.zeros([BLOCK], tl.float32)
+            weight_index = token.to(tl.int64) * row_slots + slot if BY_SLOT else row.to(tl.int64)
+            factor = tl.load(weights + weight_index, mask=exists, other=0.0)
+            partial_dots = tl.zeros([BLOCK], tl.float32)
             for start in range(0, width_here, BLOCK):
                 columns = start + lanes
                 inside = columns < width
@@ -85,21 +85,21 @@ def unpermute_backward_kernel(
                         scaled = tl.where(single, bits, scaled)
                     tl.store(d_rows + row.to(tl.int64) * width + columns, scaled, mask=inside)
                 if NEED_WEIGHTS:
-                    total = tl.fma(gradient, widened(data, DTYPE), total)
+                    partial_dots = tl.fma(gradient, widened(data, DTYPE), partial_dots)
             if NEED_WEIGHTS:
-                dot = tl.sum(total, axis=0)
+                dot = tl.sum(partial_dots, axis=0)
                 if COPY_SINGLE:
                     dot = tl.where(single, 0.0, dot)
-                tl.store(d_weights + place, dot, mask=exists | BY_SLOT)  # a slot without a row has gradient 0
-            slot += PARTS
+                tl.store(d_weights + weight_index, dot, mask=exists | BY_SLOT)  # a slot without a row has gradient 0
+            slot += PROGRAMS_PER_TOKEN
             row = tl.load(entries + slot, mask=slot < row_slots, other=-1)
     else:
         first = (token - num_tokens) * FILL
         if NEED_ROWS:
-            for start in range(part * BLOCK, width, PARTS * BLOCK):
+            for start in range(part * BLOCK, width, PROGRAMS_PER_TOKEN * BLOCK):
                 columns = start + lanes
                 word: tl.constexpr = d_rows.dtype.element_ty
-                zero_rows(row_to_token, d_rows, first, num_rows, width, columns, columns < width, word, FILL)
+                zero_padding(row_to_token, d_rows, first, num_rows, width, columns, columns < width, word, FILL)
         if NEED_WEIGHTS and not BY_SLOT:
             index = first + tl.arange(0, FILL)
             padding = tl.load(row_to_token + index, mask=index < num_rows, other=0) < 0
@@ -147,15 +147,15 @@ def unpermute_backward(
     vector = vector_elements(item, hidden * item, *map(address, (d_out, rows, d_rows)))
     config = config or backward_config()
     block = min(config.block_bytes // item, max(next_power_of_2(hidden), 32))
-    parts = row_slots if weights_by_slot else rows_at_once(row_slots, num_rows, num_tokens)
-    parts = min(parts, 64)
+    programs_per_token = row_slots if weights_by_slot else rows_per_round(row_slots, num_rows, num_tokens)
+    programs_per_token = min(programs_per_token, 64)
     fills = cdiv(num_rows, FILL_BLOCK)
-    programs = (num_tokens + fills) * parts
-    if programs and (need_rows or need_weights):
+    num_programs = (num_tokens + fills) * programs_per_token
+    if num_programs and (need_rows or need_weights):
         carrier = CARRIERS[dtype] + (":16" if vector > 1 else "")
         device.launch(
             unpermute_backward_kernel,
-            programs,
+            num_programs,
             (carrier, carrier, "*i32", "*i32", "*fp32", carrier, "*fp32", *["i32"] * 3, "i64"),
             (
                 *map(address, (d_out, rows, slot_rows, row_to_token, weights, d_rows, d_weights)),
@@ -163,7 +163,7 @@ def unpermute_backward(
             ),
             (
                 *(dtype, weights_by_slot, need_rows, need_weights, copy_single_row),
-                *(parts, block, vector, FILL_BLOCK),
+                *(programs_per_token, block, vector, FILL_BLOCK),
             ),
             config.warps,
         )
