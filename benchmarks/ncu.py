@@ -92,7 +92,7 @@ LAYER_KERNELS = f"^({'|'.join(KERNELS)}|grouped_turned)"  # the latter is launch
 
 GEMM = "gemm:"
 GEMM_SHAPE = "dsv3"
-GEMM_CASES = {"forward": "product", "gathered_in_load": "product", "dw": "weight_gradient"}
+GEMM_CASES = {"forward": "grouped_gemm", "gathered_in_load": "grouped_gemm", "dw": "wgrad"}
 
 
 def counters(

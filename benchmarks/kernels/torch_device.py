@@ -13,23 +13,23 @@ from typing import Any
 
 import torch
 
-from paddle_moe_ops.triton.handles import Handles
 from paddle_moe_ops.triton.hopper_float8 import float8_kernels_of
 from paddle_moe_ops.triton.hopper_outer import grouped_outer_of
 from paddle_moe_ops.triton.hopper_product import grouped_product_of
+from paddle_moe_ops.triton.launch.kernel_cache import KernelCache
 
 __all__ = ["TorchDevice", "gpu_facts"]
 
 
 class TorchDevice:
-    """A `triton.launching.Device`: the current GPU and stream of PyTorch, whose Triton driver is the default one.
+    """A `triton.launch.device.Device`: the current GPU and stream of PyTorch, whose Triton driver is the default one.
 
     Args:
         core_library: a libpmo_core.so whose kernels for Hopper are used, or None.
     """
 
     def __init__(self, core_library: Path | None = None) -> None:
-        self._handles = Handles()
+        self._kernels = KernelCache()
         library = None if core_library is None else ctypes.CDLL(str(core_library))
         self.grouped_product = None if library is None else grouped_product_of(library)
         self.grouped_outer = None if library is None else grouped_outer_of(library)
@@ -54,7 +54,7 @@ class TorchDevice:
         self, kernel: Any, programs: int, types: tuple[str, ...], arguments: Sequence[int], constants: tuple, warps: int
     ) -> None:
         stream = torch.cuda.current_stream().cuda_stream
-        self._handles.launch(stream, kernel, programs, types, arguments, constants, warps)
+        self._kernels.launch(stream, kernel, programs, types, arguments, constants, warps)
 
 
 def gpu_facts() -> dict[str, Any]:

@@ -45,12 +45,13 @@ from benchmarks.kernels.results import text_of
 from benchmarks.kernels.torch_device import TorchDevice, gpu_facts
 from benchmarks.spread import time_fields
 from paddle_moe_ops.triton.float8_mlp import quantize_experts
-from paddle_moe_ops.triton.grouped_gemm import Groups, Target, schedule
+from paddle_moe_ops.triton.gemm.schedule import schedule
+from paddle_moe_ops.triton.gemm.types import Groups, Target
 from paddle_moe_ops.triton.hopper_float8 import AMAX_MIN, GROUP, Codes, float8_product
 from paddle_moe_ops.triton.hopper_product import GATED, PLAIN, TILE_ROWS
-from paddle_moe_ops.triton.launching import ITEM_BYTES, address
-from paddle_moe_ops.triton.permute import permute_window
-from paddle_moe_ops.triton.quantize import quantize
+from paddle_moe_ops.triton.launch.device import ITEM_BYTES, address
+from paddle_moe_ops.triton.ops.permute import permute_chunk
+from paddle_moe_ops.triton.ops.quantize import quantize
 
 from .inputs import Inputs
 from .peers import PaddedRows, deep_gemm
@@ -98,10 +99,10 @@ class Operands:
 
     def gather(self) -> None:
         """Bring codes and scales of the tokens into expert order, as a layer does."""
-        end = address(self.tables.first) + ITEM_BYTES["int32"] * self.shape.experts
+        end = address(self.tables.group_starts) + ITEM_BYTES["int32"] * self.shape.experts
         for tokens, rows in zip(self._tokens, self.rows["first"], strict=True):
             options = (0, self.num_rows), (0, tokens.shape[1]), end
-            permute_window(self.device, tokens, *self._maps, rows, *options)
+            permute_chunk(self.device, tokens, *self._maps, rows, *options)
 
     def new(self, columns: int) -> torch.Tensor:
         return self.device.empty([self.num_rows, columns], "bfloat16")

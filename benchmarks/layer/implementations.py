@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.kernels.torch_device import TorchDevice
 from paddle_moe_ops.triton.float8_mlp import moe_mlp_float8, moe_mlp_float8_backward, quantize_experts
-from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens
-from paddle_moe_ops.triton.moe_mlp import Layer, moe_mlp, moe_mlp_backward
+from paddle_moe_ops.triton.gemm.mlp import moe_mlp, moe_mlp_backward
+from paddle_moe_ops.triton.gemm.types import Groups, Layer, Tokens
 
 from .inputs import Inputs
 from .peers import UNSLOTH_CONFIGS, ProductByExpert, unsloth_grouped_gemm

@@ -20,8 +20,8 @@ _SIMPLE = {
     "quantize_kernel": "tokens in float8",
     "quantize_blocks": "matrices in float8",
 }
-_PRODUCTS = "product_kernel", "grouped_product", "grouped_float8"  # of Triton, and of the compiled library
-_OUTER_PRODUCTS = "weight_gradient_kernel", "grouped_outer"
+_PRODUCTS = "grouped_gemm_kernel", "grouped_product", "grouped_float8"  # of Triton, and of the compiled library
+_OUTER_PRODUCTS = "wgrad_kernel", "grouped_outer"
 KERNELS = *_SIMPLE, *_PRODUCTS, *_OUTER_PRODUCTS
 # The products of a pass: those before the sums of which a window is made, and the others. Each with its share of the
 # operations, in T K d n.

@@ -2,7 +2,7 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
 """Checks and times the Triton grouped product at the sizes of models, with several configurations, and PyTorch's;
-what paddle_moe_ops/triton/grouped_gemm_configs.py is made from.
+what paddle_moe_ops/triton/gemm/configs.py is made from.
 
     python3 -m benchmarks.sweeps.grouped_gemm --out benchmarks/results/h200-grouped-gemm.jsonl --commit COMMIT \
         [--shapes dsv3 ...] [--ops forward ...] [--all-configs]
@@ -46,8 +46,9 @@ from benchmarks.kernels.cuda_timer import CudaTimer
 from benchmarks.kernels.results import text_of
 from benchmarks.kernels.torch_device import TorchDevice, gpu_facts
 from benchmarks.spread import time_fields
-from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens, grouped_gemm, grouped_gemm_backward
-from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig
+from paddle_moe_ops.triton.gemm.configs import GemmConfig
+from paddle_moe_ops.triton.gemm.grouped_gemm import grouped_gemm, grouped_gemm_backward
+from paddle_moe_ops.triton.gemm.types import Groups, Tokens
 
 
 class Model(NamedTuple):

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Times the Triton kernels with every configuration at the benchmark's shapes; what paddle_moe_ops/triton/configs.py is
-made from.
+"""Times the Triton kernels with every configuration at the benchmark's shapes; paddle_moe_ops/triton/ops/configs.py
+contains the fastest.
 
     python3 -m benchmarks.sweeps.triton_configs --out triton-configs.jsonl [--shapes dsv3 ...]
 
@@ -32,10 +32,10 @@ from benchmarks.kernels.shapes import SETS, SHAPES, Case
 from benchmarks.kernels.tensors import TensorInputs
 from benchmarks.kernels.torch_device import TorchDevice
 from benchmarks.spread import time_fields
-from paddle_moe_ops.triton.configs import Config
-from paddle_moe_ops.triton.permute import permute
-from paddle_moe_ops.triton.unpermute import unpermute
-from paddle_moe_ops.triton.unpermute_backward import unpermute_backward
+from paddle_moe_ops.triton.ops.configs import Config
+from paddle_moe_ops.triton.ops.permute import permute
+from paddle_moe_ops.triton.ops.unpermute import unpermute
+from paddle_moe_ops.triton.ops.unpermute_backward import unpermute_backward
 
 DEFAULT = [case.shape.name for case in SETS["targets"]]
 Call = Callable[[Config | None], Outputs]

@@ -20,7 +20,7 @@ from .._graphs import (
     to_dtype,
     without_autocast,
 )
-from ..triton._runtime import RIG
+from ..triton.launch.paddle_device import RIG
 from . import compiled
 from .base import GemmSpec, Matrices, MlpSpec, Validation
 from .host_checks import check_plan_groups, host_segments

@@ -1,8 +1,8 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels as a backend, on NVIDIA GPUs and in dygraph. Their gradients come through PyLayers.
+"""The Triton kernels as a backend, on NVIDIA GPUs and in dygraph. Gradients are autograd nodes of `gradients`.
 
-Data are checked by the oracle on the host where a call asks for it, so that a call with validation waits for the GPU.
+If a call asks for validation, the oracle checks its data on the host, so the call waits for the GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paddle import Tensor
 from .._graphs import dense
 from ..reference import read_rowmap, row_id_map_to_rowmap, rowmap_to_token_rows
 from ..reference.routing import check_ids
-from ..triton import _runtime
+from ..triton.launch import paddle_device
 from .arrays import numpy_dtype, to_numpy
 from .base import (
     MoePermuteSpec,
@@ -42,7 +42,7 @@ def _ascending(slot_to_row: Tensor) -> Tensor:
 
 
 class TritonKernels(ProductKernels):
-    """Calls the launchers of `paddle_moe_ops.triton`, which are imported when they are first needed."""
+    """Calls the launchers of `paddle_moe_ops.triton`; their modules are imported on first use."""
 
     name = "triton"
     operators = frozenset(
@@ -65,13 +65,13 @@ class TritonKernels(ProductKernels):
     dtypes: ClassVar[dict[str, Any]] = {"grouped_gemm": (paddle.bfloat16, paddle.float16)}
 
     def unavailable(self) -> str | None:
-        return _runtime.unavailable()
+        return paddle_device.unavailable()
 
     def cannot_run_on(self, tensor: Tensor) -> str | None:
-        return _runtime.cannot_run_on(tensor)
+        return paddle_device.cannot_run_on(tensor)
 
     def calculate_topk(self, gating: Tensor, correction_bias: Tensor | None, spec: TopkSpec) -> Tensors:
-        from ..triton.topk import topk
+        from ..triton.ops.topk import topk
 
         bias = None if correction_bias is None else dense(correction_bias)
         return topk(device_of(gating), dense_rows(gating), bias, **spec._asdict())
@@ -79,7 +79,7 @@ class TritonKernels(ProductKernels):
     def calculate_topk_backward(
         self, d_weights: Tensor, d_scores: Tensor | None, gating: Tensor, ids: Tensor, spec: TopkSpec
     ) -> Tensor:
-        from ..triton.topk import topk_backward
+        from ..triton.ops.topk import topk_backward
 
         return topk_backward(
             device_of(gating),
@@ -103,7 +103,7 @@ class TritonKernels(ProductKernels):
         *,
         with_rowmap: bool = False,
     ) -> Any:
-        from ..triton.route import Routing, route
+        from ..triton.ops.route import Routing, route
 
         if spec.validation != Validation.OFF:
             host_route(function, routing, probs, counts, spec)
@@ -141,7 +141,7 @@ class TritonKernels(ProductKernels):
         row_to_expert: Tensor,
         mask_experts: int,
     ) -> Tensor:
-        from ..triton.rowmap import scatter_mask
+        from ..triton.ops.rowmap import scatter_mask
 
         if mask_experts < 0:
             return self.gather_slots(d_row_probs, slot_to_row)
@@ -158,7 +158,7 @@ class TritonKernels(ProductKernels):
     def _permute(
         self, x: Tensor, scale: Tensor | None, token_rows: Tensor, row_to_token: Tensor, fill_padding: str
     ) -> Tensors:
-        from ..triton.permute import permute
+        from ..triton.ops.permute import permute
 
         device = device_of(token_rows, row_to_token)
         scale = None if scale is None else dense_rows(scale)
@@ -167,12 +167,12 @@ class TritonKernels(ProductKernels):
         return rows, device.empty([0], "float32") if scales is None else scales
 
     def permute_backward(self, d_rows: Tensor, token_rows: Tensor) -> Tensor:
-        from ..triton.unpermute import unpermute
+        from ..triton.ops.unpermute import unpermute
 
         return unpermute(device_of(token_rows, d_rows), dense_rows(d_rows), dense(token_rows))
 
     def unpermute(self, rows: Tensor, probs: Tensor | None, plan: Any) -> Tensor:
-        from ..triton.unpermute import unpermute
+        from ..triton.ops.unpermute import unpermute
 
         by_slot = probs is not None and len(probs.shape) == 2
         weights, index = None if probs is None else dense(probs), dense(plan.row_to_slot) if by_slot else None
@@ -181,7 +181,7 @@ class TritonKernels(ProductKernels):
     def unpermute_backward(
         self, d_out: Tensor, rows: Tensor | None, probs: Tensor | None, plan: Any, wanted: tuple[bool, ...]
     ) -> tuple[Tensor | None, Tensor | None]:
-        from ..triton.unpermute_backward import unpermute_backward
+        from ..triton.ops.unpermute_backward import unpermute_backward
 
         by_slot = probs is not None and len(probs.shape) == 2
         need_probs = probs is not None and wanted[1]
@@ -197,12 +197,12 @@ class TritonKernels(ProductKernels):
         )
 
     def quantize_1x128(self, x: Tensor, spec: QuantizeSpec) -> Tensors:
-        from ..triton.quantize import quantize
+        from ..triton.ops.quantize import quantize
 
         return quantize(device_of(x), dense_rows(x), **spec._asdict())
 
     def permute_quantized(self, x: Tensor, plan: Any, fill_padding: str, spec: QuantizeSpec) -> Tensors:
-        from ..triton.quantize import quantize
+        from ..triton.ops.quantize import quantize
 
         maps = dense(plan.token_rows), dense(plan.row_to_token)
         return quantize(
@@ -210,7 +210,7 @@ class TritonKernels(ProductKernels):
         )
 
     def dequantize_1x128(self, codes: Tensor, scales: Tensor, scale_layout: str, dtype: Any) -> Tensor:
-        from ..triton.quantize import dequantize
+        from ..triton.ops.quantize import dequantize
 
         return dequantize(device_of(codes), dense_rows(codes), dense(scales), scale_layout, numpy_dtype(dtype).name)
 
@@ -239,13 +239,13 @@ class TritonKernels(ProductKernels):
         return rows, maps.rowmap, maps.row_probs, scales, experts, *by_slot
 
     def gather_slots(self, row_values: Tensor, slot_to_row: Tensor) -> Tensor:
-        from ..triton.rowmap import gather_slots
+        from ..triton.ops.rowmap import gather_slots
 
         return gather_slots(device_of(slot_to_row, row_values), dense(row_values), dense(slot_to_row))
 
     def _clean(self, device: Any, rowmap: Tensor, routemap: Tensor, num_rows: int, spec: MoeUnpermuteSpec) -> Tensors:
         """token_rows [T, E], row_to_token [N] and slot_to_row [T, K] of a user's row map."""
-        from ..triton.rowmap import clean_rowmap
+        from ..triton.ops.rowmap import clean_rowmap
 
         arrays = dense(rowmap), dense(routemap)
         return clean_rowmap(device, *arrays, num_rows, first_duplicate_only=not spec.compat_paddle)
@@ -253,7 +253,7 @@ class TritonKernels(ProductKernels):
     def moe_unpermute(
         self, rows: Tensor, rowmap: Tensor, routemap: Tensor, probs: Tensor, spec: MoeUnpermuteSpec
     ) -> Tensors:
-        from ..triton.unpermute import unpermute
+        from ..triton.ops.unpermute import unpermute
 
         num_rows = rows.shape[0]
         if spec.validation != Validation.OFF:
@@ -276,8 +276,8 @@ class TritonKernels(ProductKernels):
         spec: MoeUnpermuteSpec,
         wanted: tuple[bool, ...],
     ) -> tuple[Tensor | None, Tensor | None]:
-        from ..triton.rowmap import scatter_slots, slots_to_rows
-        from ..triton.unpermute_backward import unpermute_backward
+        from ..triton.ops.rowmap import scatter_slots, slots_to_rows
+        from ..triton.ops.unpermute_backward import unpermute_backward
 
         need_rows, need_probs = wanted
         num_rows = probs.shape[0]
@@ -297,14 +297,14 @@ class TritonKernels(ProductKernels):
             return d_rows, None
         if d_probs is None:
             made = slots_to_rows(device, dense(d_prob_topk), slot_to_row, row_to_token)
-            return d_rows, made.reshape(probs.shape)  # which may be a column
+            return d_rows, made.reshape(probs.shape)  # [N] or [N, 1]
         scatter_slots(device, dense(d_prob_topk), slot_to_row, d_probs)
         return d_rows, d_probs
 
     def sort_chunks(
         self, x: Tensor, probs: Tensor | None, split_sizes: Tensor, order: Tensor, validation: Validation
     ) -> Tensors:
-        from ..triton.sort_chunks import sort_chunks
+        from ..triton.ops.sort_chunks import sort_chunks
 
         device = device_of(x, split_sizes)
         source_to_dest = self._chunk_map("sort_chunks", split_sizes, order, x.shape[0], validation)
@@ -314,7 +314,7 @@ class TritonKernels(ProductKernels):
     def _chunk_map(
         self, function: str, split_sizes: Tensor, order: Tensor, num_rows: int, validation: Validation
     ) -> Tensor:
-        from ..triton.sort_chunks import chunk_map
+        from ..triton.ops.sort_chunks import chunk_map
 
         if validation != Validation.OFF:
             check_chunks(function, split_sizes, order, num_rows)
@@ -322,7 +322,7 @@ class TritonKernels(ProductKernels):
 
     def sort_chunks_backward(self, d_out: Tensor, source_to_dest: Tensor) -> Tensor:
         """The gradient of the rows, or of the probabilities."""
-        from ..triton.sort_chunks import sort_chunks_backward
+        from ..triton.ops.sort_chunks import sort_chunks_backward
 
         gradient = dense(d_out) if len(d_out.shape) == 1 else dense_rows(d_out)
         return sort_chunks_backward(device_of(d_out), gradient, source_to_dest)
@@ -335,7 +335,7 @@ class TritonKernels(ProductKernels):
     def make_row_id_map(
         self, token_rows: Tensor, row_to_expert: Tensor, pad_offsets: Tensor | None, num_experts: int
     ) -> Tensor:
-        from ..triton.row_id_map import make_row_id_map
+        from ..triton.ops.row_id_map import make_row_id_map
 
         offsets = None if pad_offsets is None else dense(pad_offsets)
         return make_row_id_map(
@@ -345,8 +345,8 @@ class TritonKernels(ProductKernels):
     def read_rowmap(
         self, rowmap: Tensor, pad_offsets: Tensor | None, num_rows: Tensor | None, spec: RowmapSpec
     ) -> RowMaps:
-        from ..triton.row_id_map import read_row_id_map
-        from ..triton.rowmap import clean_rowmap_by_expert
+        from ..triton.ops.row_id_map import read_row_id_map
+        from ..triton.ops.rowmap import clean_rowmap_by_expert
 
         rows = spec.num_rows if num_rows is None else int(num_rows.item())
         offsets = None if pad_offsets is None else dense(pad_offsets)
@@ -357,7 +357,7 @@ class TritonKernels(ProductKernels):
         return RowMaps(*clean_rowmap_by_expert(device, by_pair, rows))
 
     def slots_to_rows(self, slot_values: Tensor, maps: Any) -> Tensor:
-        from ..triton.rowmap import slots_to_rows
+        from ..triton.ops.rowmap import slots_to_rows
 
         device = device_of(slot_values, maps.row_to_token)
         return slots_to_rows(device, *map(dense, (slot_values, maps.slot_to_row, maps.row_to_token)))
@@ -367,7 +367,7 @@ class TritonKernels(ProductKernels):
 
 
 def _check_rowmap(rowmap: Tensor, pad_offsets: Tensor | None, num_rows: int, spec: RowmapSpec) -> None:
-    """Raise for bad entries, as far as it is asked for."""
+    """Raise for bad entries that ``spec`` asks to check."""
     rows = to_numpy(rowmap)
     if spec.is_row_id_map:
         rows = row_id_map_to_rowmap(rows, None if pad_offsets is None else to_numpy(pad_offsets))

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Paddle's tensors as the launchers of `paddle_moe_ops.triton` take them."""
+"""Paddle's tensors in the form that launchers of `paddle_moe_ops.triton` accept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paddle import Tensor
 
 from .._graphs import dense, with_elements
 from .._native import native
-from ..triton import _runtime
+from ..triton.launch import paddle_device
 from .library import loaded_library
 
 __all__ = ["aligned", "dense_rows", "device_of"]
@@ -19,29 +19,29 @@ _ALIGNMENT = 16
 
 
 def dense_rows(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy unless the elements of each row are neighbours."""
+    """The tensor, or a copy unless the elements of each row are contiguous."""
     return tensor if tensor.is_contiguous() or tensor.strides[1] == 1 else dense(tensor)
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """Contiguous and at an address that all widths of access like: the bits of a dot product depend on the width."""
+    """A contiguous tensor at an aligned address: the bits of a dot product depend on the access width."""
     found = dense(tensor)
     return found if found.data_ptr() % _ALIGNMENT == 0 else found.clone()
 
 
 def _library() -> Any:
-    """What the compiled library has for a device, as far as it is there and has it."""
+    """Kernels and functions of the compiled library for a device, as far as they exist."""
     from ..triton.hopper_float8 import float8_kernels_of
     from ..triton.hopper_outer import grouped_outer_of
     from ..triton.hopper_product import grouped_product_of
 
     library = loaded_library()
     if library is None:
-        return _runtime.Library(functions=native.recordings)
+        return paddle_device.Library(functions=native.recordings)
     kernels = grouped_product_of(library), grouped_outer_of(library), float8_kernels_of(library)
-    return _runtime.Library(*kernels, native.recordings)
+    return paddle_device.Library(*kernels, native.recordings)
 
 
 def device_of(*tensors: Tensor | None) -> Any:
-    """The device that launches where tensors lie, with what the compiled library has for it."""
-    return _runtime.device_of(with_elements([each for each in tensors if each is not None]), _library)
+    """The device that contains tensors, with the compiled library's kernels for it."""
+    return paddle_device.device_of(with_elements([each for each in tensors if each is not None]), _library)

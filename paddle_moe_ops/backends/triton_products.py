@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products and whole layers on Triton, for `triton.TritonKernels`."""
+"""Grouped GEMMs and whole layers on Triton, for `triton.TritonKernels`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["ProductKernels"]
 
 
 class ProductKernels:
-    """The verbs of `base.Kernels` whose kernels multiply matrices."""
+    """The verbs of `base.Kernels` whose kernels are GEMMs."""
 
     overwrites_hidden = True
 
     def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | None, spec: GemmSpec) -> Tensor:
-        from ..triton.grouped_gemm import grouped_gemm
+        from ..triton.gemm.grouped_gemm import grouped_gemm
         from ..triton.recording import facts_of, recorded
 
         on_host = isinstance(spec.m_sizes, list) and not isinstance(spec.expert_offsets, Tensor)
@@ -52,10 +52,10 @@ class ProductKernels:
         spec: GemmSpec,
         wanted: tuple[bool, bool, bool, bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        from ..triton.bias_gradient import bias_gradient
-        from ..triton.grouped_gemm import grouped_gemm_backward
+        from ..triton.gemm.bias_gradient import bias_gradient
+        from ..triton.gemm.grouped_gemm import grouped_gemm_backward
+        from ..triton.ops.unpermute import unpermute
         from ..triton.recording import facts_of, recorded
-        from ..triton.unpermute import unpermute
 
         device, maps = device_of(x, w), _gemm_maps(spec, weights)
         d_out, operands = dense_rows(d_out), (dense_rows(x), dense(w), _gemm_groups(spec, x))
@@ -78,7 +78,7 @@ class ProductKernels:
         return d_x, d_w, d_weights, d_bias
 
     def multiplies_float8(self, x: Tensor, down: Matrices, transpose: bool) -> bool:
-        from ..triton.grouped_gemm_configs import gpu_at
+        from ..triton.gemm.gpu_facts import gpu_at
         from ..triton.hopper_float8 import suits_float8
 
         matrix = down if isinstance(down, Tensor) else down[0]
@@ -95,20 +95,20 @@ class ProductKernels:
         wanted: tuple[bool, bool, bool, bool],
     ) -> list[str]:
         from ..triton.float8_mlp import quantize_experts
-        from ..triton.outline import Outline
+        from ..triton.launch.dry_run import DryRun
 
-        device, sources = Outline(device_of(x)), (_side_by_side(gate_up), _side_by_side(down))
-        if spec.quantized is not None:  # another device: the launches that make them are no part of every call
-            spec = spec._replace(quantized=_flat(quantize_experts(Outline(device), *sources, spec.transpose)))
+        device, sources = DryRun(device_of(x)), (_stacked(gate_up), _stacked(down))
+        if spec.quantized is not None:  # another device: not every call quantises
+            spec = spec._replace(quantized=_flat(quantize_experts(DryRun(device), *sources, spec.transpose)))
         options = "moe_mlp", any(wanted), any(wanted) and spec.keeps_hidden, *_options(spec)
         out, *hidden, by_row, tables = _recorded_mlp(
             device, options, _operands_of_layer(x, *sources, weights, spec), spec
         )
-        lines = [_windows(Outline(device), x, *sources, spec), f"forward: {_counted(device.launches)}"]
+        lines = [_chunks_text(DryRun(device), x, *sources, spec), f"forward: {_counted(device.launches)}"]
         if any(wanted):
             device.launches.clear()
             into: Any = [None, None]
-            if spec.accumulates:  # as in all calls but a first one that finds nothing to add to
+            if spec.accumulates:  # a first call, which has no gradients to accumulate to, differs
                 into = [(device.empty(each.shape, "float32"), True) for each in sources]
             others = *hidden, tables, *(each and each[0] for each in into)
             operands = _operands_of_layer(x, *sources, weights if by_row is None else by_row, spec)
@@ -124,7 +124,7 @@ class ProductKernels:
     def for_both_passes(self, quantized: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if len(quantized) > _FORWARD:
             return quantized
-        return (*quantized, *map(_turned, quantized))
+        return (*quantized, *map(_transposed, quantized))
 
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool
@@ -171,49 +171,49 @@ _FORWARD = 4  # codes and scales of two matrices
 
 
 def _flat(quantized: Any) -> tuple[Any, ...]:
-    """Codes and scales of all forms that there are; `_quantized` takes them back."""
+    """Codes and scales of all forms; `_quantized` is the inverse."""
     return tuple(each for codes in quantized if codes is not None for each in codes)
 
 
-def _side_by_side(given: Matrices) -> Any:
-    """Matrices as an array at the place of the first one, which is on the GPU where they would be joined."""
-    from ..triton.outline import StandIn
+def _stacked(given: Matrices) -> Any:
+    """Stacked matrices as an array without memory, at the address of the first one, so on the same GPU."""
+    from ..triton.launch.dry_run import FakeArray
 
     first, shape = (given, given.shape) if isinstance(given, Tensor) else (given[0], [len(given), *given[0].shape])
-    return StandIn(shape, device_of(first).dtype_name(first), first.data_ptr())
+    return FakeArray(shape, device_of(first).dtype_name(first), first.data_ptr())
 
 
-def _windows(device: Any, x: Tensor, gate_up: Any, down: Any, spec: MlpSpec) -> str:
-    """How a layer's rows of d columns are cut."""
-    from ..triton.launching import blocks
-    from ..triton.moe_mlp import Run
+def _chunks_text(device: Any, x: Tensor, gate_up: Any, down: Any, spec: MlpSpec) -> str:
+    """Text on the chunks of a layer's rows of d columns."""
+    from ..triton.gemm.mlp import Pass
+    from ..triton.launch.device import cdiv
 
     layer = _layer(_operands_of_layer(x, gate_up, down, None, spec), spec)
-    run = Run(device, layer, x, moves_twice=False, may_gather=spec.compute is None)
-    rows = "none, products gather them" if run.gathers else run.num_windows
-    columns, size = blocks(run.hidden, run.window_columns), run.buffer.shape[0] * run.item / 2**20
+    run = Pass(device, layer, x, reuses_rows=False, may_gather=spec.compute is None)
+    rows = "none, products gather them" if run.gathers else run.num_chunks
+    columns, size = cdiv(run.hidden, run.chunk_columns), run.buffer.shape[0] * run.item / 2**20
     return f"workspace: {size:.1f} MiB; windows of rows in the forward pass: {rows}; windows of columns: {columns}"
 
 
 def _counted(launches: list[str]) -> str:
-    """Each kernel once, in the order of their first launches."""
+    """Each kernel once with its number of launches, in the order of first launches."""
     return ", ".join(name if times == 1 else f"{name} x {times}" for name, times in Counter(launches).items())
 
 
-def _turned(codes_or_scales: Tensor) -> Tensor:
-    """Of transposed matrices, which have the transposed codes and scales."""
+def _transposed(codes_or_scales: Tensor) -> Tensor:
+    """Codes or scales of the transposed matrices."""
     dtype = codes_or_scales.dtype
     numbers = codes_or_scales.view("uint8") if dtype == paddle.float8_e4m3fn else codes_or_scales
     return dense(numbers.transpose([0, 2, 1])).view(dtype)
 
 
 def _options(spec: MlpSpec) -> tuple[Any, ...]:
-    """What launches depend on besides arrays."""
+    """Options that launches depend on besides arrays."""
     return spec.transpose, spec.workspace, spec.compute, spec.quantized is not None, spec.hidden_in_float8
 
 
 class _Operands(NamedTuple):
-    """All that a layer's launches read, but for quantised matrices; ``slots`` is slot_to_row of weights by slot."""
+    """Arrays that a layer's launches read, except quantised matrices; ``slots`` is slot_to_row of weights by slot."""
 
     x: Tensor
     gate_up: Tensor
@@ -238,12 +238,12 @@ def _dense(operands: _Operands) -> _Operands:
 
 
 def _recorded_mlp(device: Any, options: tuple[Any, ...], operands: _Operands, spec: MlpSpec) -> Any:
-    """`ProductKernels.moe_mlp` where the call's launches may have to be found out."""
+    """`ProductKernels.moe_mlp` if the call's launches may not be recorded yet."""
     from ..triton.float8_mlp import moe_mlp_float8
+    from ..triton.gemm.mlp import moe_mlp
     from ..triton.hopper_float8 import Codes
-    from ..triton.moe_mlp import moe_mlp
+    from ..triton.ops.rowmap import slots_to_rows
     from ..triton.recording import facts_of, recorded
-    from ..triton.rowmap import slots_to_rows
 
     x, slots, layer = operands.x, operands.slots, _layer(operands, spec)
 
@@ -274,10 +274,11 @@ def _recorded_mlp_backward(
     wanted: tuple[bool, bool, bool, bool],
     destinations: tuple[Any, Any],
 ) -> Any:
-    """`ProductKernels.moe_mlp_backward` where the call's launches may have to be found out."""
+    """`ProductKernels.moe_mlp_backward` if the call's launches may not be recorded yet."""
     from ..triton.float8_mlp import moe_mlp_float8_backward
+    from ..triton.gemm.mlp import moe_mlp_backward
+    from ..triton.gemm.types import Kept
     from ..triton.hopper_float8 import Codes
-    from ..triton.moe_mlp import Kept, moe_mlp_backward
     from ..triton.recording import facts_of, recorded
 
     layer = _layer(operands, spec)._replace(slots=operands.slots)
@@ -295,8 +296,7 @@ def _recorded_mlp_backward(
 
 
 def _layer(operands: _Operands, spec: MlpSpec) -> Any:
-    from ..triton.grouped_gemm import Groups, Tokens
-    from ..triton.moe_mlp import Layer
+    from ..triton.gemm.types import Groups, Layer, Tokens
 
     groups, tokens = Groups(operands.sizes, operands.offsets), Tokens(operands.row_to_token, operands.token_rows)
     matrices = operands.gate_up, operands.down
@@ -304,13 +304,13 @@ def _layer(operands: _Operands, spec: MlpSpec) -> Any:
 
 
 def _operands(operands: tuple, maps: dict[str, Any], bias: Tensor | None) -> tuple[Tensor | None, ...]:
-    """All that the launches of a grouped product read."""
+    """Arrays that the launches of a grouped GEMM read."""
     x, w, groups = operands
     return x, w, *groups, *(maps["tokens"] or ()), maps["weights"], bias
 
 
 def _quantized(spec: MlpSpec) -> Any:
-    """What `ProductKernels.quantize_experts` made, in pairs of codes and scales, or None."""
+    """Results of `ProductKernels.quantize_experts` as pairs of codes and scales, or None."""
     from ..triton.float8_mlp import QuantizedExperts
     from ..triton.hopper_float8 import Codes
 
@@ -319,8 +319,8 @@ def _quantized(spec: MlpSpec) -> Any:
 
 
 def _gemm_groups(spec: GemmSpec, x: Tensor) -> Any:
-    """Sizes and offsets as tensors where the operands are."""
-    from ..triton.grouped_gemm import Groups
+    """Sizes and offsets as tensors at the operands' place."""
+    from ..triton.gemm.types import Groups
 
     def on_device(numbers: list[int] | Tensor) -> Tensor:
         if isinstance(numbers, Tensor):
@@ -332,7 +332,7 @@ def _gemm_groups(spec: GemmSpec, x: Tensor) -> Any:
 
 
 def _gemm_maps(spec: GemmSpec, weights: Tensor | None) -> dict[str, Any]:
-    from ..triton.grouped_gemm import Tokens
+    from ..triton.gemm.types import Tokens
 
     plan = spec.plan
     return {

@@ -24,14 +24,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .grouped_gemm import Target
+from .gemm.mlp import Pass
+from .gemm.types import Gradients, Kept, Layer, Target
 from .hopper_float8 import AMAX_MIN, GROUP, Codes, float8_product, quantize_blocks, quantize_both_forms
 from .hopper_product import GATED, GRADIENT, PLAIN, TILE_ROWS
-from .launching import Array, Device, blocks
-from .moe_mlp import Gradients, Kept, Layer, Run
-from .permute import permute_window
-from .quantize import quantize
-from .unpermute import unpermute_window
+from .launch.device import Array, Device, cdiv
+from .ops.permute import permute_chunk
+from .ops.quantize import quantize
+from .ops.unpermute import unpermute_chunk
 
 __all__ = ["QuantizedExperts", "moe_mlp_float8", "moe_mlp_float8_backward", "quantize_experts"]
 
@@ -64,23 +64,23 @@ class _Window(NamedTuple):
     source: Codes
 
 
-class _Float8Run(Run):
+class _Float8Run(Pass):
     """One pass."""
 
     def __init__(
         self, device: Device, layer: Layer, x: Array, quantized: QuantizedExperts | None, tables: Array | None = None
     ) -> None:
         self.quantized = quantized
-        super().__init__(device, layer, x, moves_twice=False, may_gather=False, tables=tables)
-        held = min(self.window_rows + TILE_ROWS, self.num_rows)
+        super().__init__(device, layer, x, reuses_rows=False, may_gather=False, tables=tables)
+        held = min(self.chunk_rows + TILE_ROWS, self.num_rows)
         codes = device.empty([held, self.hidden], "float8_e4m3fn")
-        self.moved = Codes(codes, device.empty([held, blocks(self.hidden, GROUP)], "float32"))
-        self.float8_tables = self.tables(TILE_ROWS)
+        self.moved = Codes(codes, device.empty([held, cdiv(self.hidden, GROUP)], "float32"))
+        self.float8_tables = self.schedule(TILE_ROWS)
 
-    def _heights(self) -> list[int]:
+    def _tile_heights(self) -> list[int]:
         return [TILE_ROWS]
 
-    def _window_columns(self, most: int) -> int:
+    def _chunk_columns(self, most: int) -> int:
         return most  # a multiple of the matrices' blocks, of which each has a scale
 
     def matrix(self, name: str, w: Array) -> Codes:
@@ -90,21 +90,21 @@ class _Float8Run(Run):
         return quantize_blocks(self.device, w, turned=name.startswith("turned_") == self.layer.transpose)
 
     def new_codes(self, columns: int) -> Codes:
-        device, groups = self.device, blocks(columns, GROUP)
+        device, groups = self.device, cdiv(columns, GROUP)
         codes = device.empty([self.num_rows, columns], "float8_e4m3fn")
         return Codes(codes, device.empty([self.num_rows, groups], "float32"))
 
     def windows_of(self, x: Array) -> Iterator[_Window]:
         """The rows of tokens in float8, window by window."""
         codes = quantize(self.device, x, ue8m0=False, scale_layout="row", amax_min=AMAX_MIN)
-        for number in range(self.num_windows):
-            first = number * self.window_rows
-            end = min(first + self.window_rows + TILE_ROWS, self.num_rows)
+        for number in range(self.num_chunks):
+            first = number * self.chunk_rows
+            end = min(first + self.chunk_rows + TILE_ROWS, self.num_rows)
             for tokens, rows in zip(codes, self.moved, strict=True):
                 columns = 0, tokens.shape[1]
                 maps = self.layer.tokens.token_rows, self.layer.tokens.row_to_token
-                permute_window(self.device, tokens, *maps, rows, (first, end), columns, self.rows_end)
-            yield _Window(number if self.num_windows > 1 else None, (first, end - first), self.moved)
+                permute_chunk(self.device, tokens, *maps, rows, (first, end), columns, self.rows_end)
+            yield _Window(number if self.num_chunks > 1 else None, (first, end - first), self.moved)
 
     def activations_in_float8(
         self, x: Array, hidden: Array | Codes | None, made: Codes | None, act: Any = None
@@ -148,18 +148,18 @@ class _Float8Run(Run):
             )
         if tiles is None:
             return made, None
-        return made, self.add_up_later(tiles, layer.tokens.row_to_token)
+        return made, self.defer_row_sums(tiles, layer.tokens.row_to_token)
 
     def sums_in_float8(self, rows: Codes, matrix: Codes, weights: Array | None) -> Any:
         """The sums of each token's rows of a product [M, d]."""
         out = self.device.empty([self.num_tokens, self.hidden], self.dtype)
-        self._in_buffer = None
-        for first, end in self.columns():
+        self._buffer_key = None
+        for first, end in self.column_ranges():
             target = Target(self.buffer, first, end - first)
             operands = rows, (0, self.num_rows), matrix, self.float8_tables, self.num_rows
             float8_product(self.device, *operands, target, PLAIN, weights=weights)
             token_rows = self.layer.tokens.token_rows
-            unpermute_window(self.device, self.buffer, token_rows, self.num_rows, out, (first, end))
+            unpermute_chunk(self.device, self.buffer, token_rows, self.num_rows, out, (first, end))
         return out
 
 
@@ -183,7 +183,7 @@ def moe_mlp_float8(
     run = _Float8Run(device, layer, x, quantized)
     hidden: Any = None
     if keeps_hidden:
-        hidden = run.new_codes(2 * run.inner) if hidden_in_float8 else run.new(2 * run.inner)
+        hidden = run.new_codes(2 * run.inner) if hidden_in_float8 else run.empty(2 * run.inner)
     act = run.new_codes(run.inner)
     run.activations_in_float8(x, hidden, act)
     out = run.sums_in_float8(act, run.matrix("down", layer.down), layer.weights)
@@ -204,15 +204,15 @@ def moe_mlp_float8_backward(
     run = _Float8Run(device, layer, x, quantized, kept.tables)
     need_x, *_, need_weights = wanted
     hidden, hidden_codes = _by_kind(kept.hidden)
-    scaled = run.new(run.inner)
+    scaled = run.empty(run.inner)
     if hidden is None:
-        hidden = run.new(2 * run.inner)
+        hidden = run.empty(2 * run.inner)
         if hidden_codes is None:
             run.activations_in_float8(x, hidden, None, scaled)
     codes, d_weights = run.gradients_in_float8(d_out, hidden, hidden_codes, scaled, need_weights)
-    matrices = run.matrix_gradients(x, d_out, hidden, scaled, wanted, into)
+    matrices = run.wgrads(x, d_out, hidden, scaled, wanted, into)
     d_x = None
     if need_x:
         d_x = run.sums_in_float8(codes, run.matrix("turned_gate_up", layer.gate_up), None)
-    run.finish()
+    run.launch_deferred()
     return Gradients(d_x, *matrices, d_weights)

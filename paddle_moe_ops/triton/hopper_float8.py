@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from .gemm.types import Gpu, Schedule, Target
 from .hopper_product import LibraryKernel, library_kernel
-from .launching import ITEM_BYTES, Array, Device, address, blocks
-
-if TYPE_CHECKING:  # they import Triton, which must know before whether it interprets
-    from .grouped_gemm import Target
-    from .grouped_gemm_configs import Gpu
-    from .schedules import Schedule
+from .launch.device import ITEM_BYTES, Array, Device, address, cdiv
 
 __all__ = [
     "AMAX_MIN",
@@ -123,7 +119,7 @@ def _quantize_blocks(device: Device, w: Array, forms: tuple[bool, ...]) -> list[
     for turned in forms:
         sides = (width, height) if turned else (height, width)
         codes = device.empty([experts, *sides], "float8_e4m3fn")
-        scales = device.empty([experts, *(blocks(side, GROUP) for side in sides)], "float32")
+        scales = device.empty([experts, *(cdiv(side, GROUP) for side in sides)], "float32")
         made.append(Codes(codes, scales))
         results[2 * turned : 2 * turned + 2] = codes, scales
     arguments = experts, height, width, *map(address, (w, *results)), _DTYPES[device.dtype_name(w)], bits_of(AMAX_MIN)
@@ -170,10 +166,10 @@ def float8_product(
         d_weights: float32 [M, width / 128] or None; of a gradient, the sums by row are the gradients of the weights.
     """
     experts, outer, inner = matrix.codes.shape
-    windows = tables.windows.shape[0] - 3
-    begin = address(tables.windows) + ITEM_BYTES["int32"] * (windows + 1 if window is None else window)
+    windows = tables.chunk_tiles.shape[0] - 3
+    begin = address(tables.chunk_tiles) + ITEM_BYTES["int32"] * (windows + 1 if window is None else window)
     sizes = num_rows, rows[1], experts, inner, outer, out.first_column, out.width, rows[0], min(num_rows, rows[1])
-    arrays = (*source, *matrix, row_to_token, weights, tables.first, tables.stop, tables.tiles)
+    arrays = (*source, *matrix, row_to_token, weights, tables.group_starts, tables.group_ends, tables.tile_starts)
     results = out.array, hidden, *(hidden_codes or (None, None)), *(made or (None, None)), d_weights, tables.counters
     arguments = (*sizes, *map(address, arrays), begin, *map(address, results), bits_of(AMAX_MIN), result)
     device.launch(device.grouped_float8[0], 1, _TYPES, arguments, (), 1)

@@ -9,15 +9,11 @@ kernel.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .gemm.types import Gpu, Rows, Schedule
 from .hopper_product import LIBRARY_DTYPES, LibraryKernel, library_kernel
-from .launching import ITEM_BYTES, Array, Device, address, sum_vector
-
-if TYPE_CHECKING:  # they import Triton, which must know before whether it interprets
-    from .grouped_gemm import Rows
-    from .grouped_gemm_configs import Gpu
-    from .schedules import Schedule
+from .launch.device import ITEM_BYTES, Array, Device, address, vector_elements
 
 __all__ = ["grouped_outer_of", "hopper_outer", "takes_outer"]
 
@@ -70,7 +66,7 @@ def takes_outer(device: Device, gpu: Gpu, num_rows: int, p: Rows, q: Rows, out: 
         return False
     item = ITEM_BYTES[device.dtype_name(p.array)]
     sizes = [size * item for size in (p.width, p.stride, q.width, q.stride, out.shape[-1])]
-    return sum_vector(item, p.address(item), q.address(item), address(out), *sizes) != 1
+    return vector_elements(item, p.address(item), q.address(item), address(out), *sizes) != 1
 
 
 def hopper_outer(
@@ -107,7 +103,7 @@ def hopper_outer(
         _TYPES,
         (
             *(num_rows, out.shape[0], p.width, q.width, out.shape[1], out.shape[2], *window, p.stride, q.stride),
-            *(p.address(item), q.address(item), address(tables.first), address(tables.stop), address(out)),
+            *(p.address(item), q.address(item), address(tables.group_starts), address(tables.group_ends), address(out)),
             *(sources, address(row_to_token), address(tables.counters), LIBRARY_DTYPES[dtype], which),
         ),
         (),

@@ -11,17 +11,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .launching import ITEM_BYTES, Array, Device, address, blocks, sum_vector
-
-if TYPE_CHECKING:  # they import Triton, which must know before whether it interprets
-    from .grouped_gemm import Rows, Target
-    from .grouped_gemm_configs import Gpu
-    from .schedules import Schedule
+from .gemm.types import Gpu, Rows, Schedule, Target
+from .launch.device import ITEM_BYTES, Array, Device, address, cdiv, vector_elements
 
 __all__ = [
-    "FEW_ROWS",
     "GATED",
     "GRADIENT",
     "LIBRARY_DTYPES",
@@ -45,9 +40,6 @@ __all__ = [
 PLAIN, GATED, GRADIENT = range(3)  # pmo_grouped_result
 TILE_ROWS, TILE_COLUMNS, WIDE_COLUMNS = 128, 128, 192
 TURNED_ROWS = 160  # of csrc/cuda/grouped_turned.cu
-# Of an expert, at most, on average: with one tile each, memory decides the time of all products. The library gathers
-# the rows of tokens faster than they are moved then, also for new gradients of the matrices.
-FEW_ROWS = TURNED_ROWS
 LIBRARY_DTYPES = {"float16": 1, "bfloat16": 2}  # pmo_dtype
 _INTEGERS = (
     *("num_rows", "num_sources", "num_experts", "inner", "outer"),
@@ -90,7 +82,7 @@ _TYPES = (*["i64"] * len(_INTEGERS), "*i8", "i64", *["*i8"] * len(_ARRAYS), *["i
 
 
 class LibraryKernel:
-    """A CUDA entry point of the C core, with what `handles.Handles.run` needs of a compiled Triton kernel.
+    """A CUDA entry point of the C core, with what `kernel_cache.KernelCache.run` needs of a compiled Triton kernel.
 
     Args:
         name: of the launch.
@@ -134,7 +126,7 @@ def grouped_product_of(library: Any) -> LibraryKernel | None:
 
 def has_fast_memory(gpu: Gpu) -> bool:
     """Whether memory is fast beside the multiprocessors, as that of an H200 is and that of an H100 is not."""
-    return gpu.memory >= _FAST_MEMORY * gpu.multiprocessors
+    return gpu.memory_gbps >= _FAST_MEMORY * gpu.num_sms
 
 
 def tile_columns(inner: int, columns: int) -> int:
@@ -203,7 +195,7 @@ def library_rows(
     if not most_library_rows(device, gpu) or not num_rows or inner % 8 or outer % 8:
         return 0
     item = ITEM_BYTES[device.dtype_name(w)]
-    if sum_vector(item, *(address(each) for each in (w, *arrays))) == 1:
+    if vector_elements(item, *(address(each) for each in (w, *arrays))) == 1:
         return 0
     return chosen_rows(gpu, result, num_rows // w.shape[0], inner, columns or outer)
 
@@ -259,10 +251,10 @@ def hopper_product(
     experts, *matrix = w.shape
     inner, outer = matrix[::-1] if transpose else matrix
     if result == GRADIENT and weights is not None and d_weights is None:
-        d_weights = device.empty([num_rows, blocks(out.width, TILE_COLUMNS)], "float32")
-    windows = tables.num_windows
+        d_weights = device.empty([num_rows, cdiv(out.width, TILE_COLUMNS)], "float32")
+    windows = tables.num_chunks
     rows_here = num_rows if window is None else min(num_rows, source.height)
-    begin = address(tables.windows) + ITEM_BYTES["int32"] * (windows + 1 if window is None else window)
+    begin = address(tables.chunk_tiles) + ITEM_BYTES["int32"] * (windows + 1 if window is None else window)
     device.launch(
         device.grouped_product,
         1,
@@ -270,7 +262,7 @@ def hopper_product(
         (
             *(num_rows, source.height, experts, inner, outer, out.first_column, out.width, source.first_row, rows_here),
             *(source.address(item), source.stride, *map(address, (w, row_to_token, weights))),
-            *(*map(address, (tables.first, tables.stop, tables.tiles)), begin),
+            *(*map(address, (tables.group_starts, tables.group_ends, tables.tile_starts)), begin),
             *map(address, (out.array, hidden, tables.counters, d_weights)),
             *(LIBRARY_DTYPES[dtype], result, int(transpose), tile_rows, int(gathers), tile_columns(inner, out.width)),
         ),

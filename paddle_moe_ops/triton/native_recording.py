@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from .hopper_product import LibraryKernel
-from .launching import ITEM_BYTES, Array, Device, blocks
+from .launch.device import ITEM_BYTES, Array, Device, cdiv
 
 __all__ = ["WORKSPACE_ALIGNMENT", "Driver", "Functions", "Repeater", "native_recording", "repeated"]
 
@@ -132,7 +132,7 @@ def native_recording(
     scratch = max((target.scratch_bytes * launch.programs for target, launch in pairs), default=0)
     if scratch:
         offsets = [*offsets, workspace]
-        workspace += blocks(scratch, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+        workspace += cdiv(scratch, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     words = [*native.driver[:4], len(results)]
     for result in results:
         words += [-1] if result is None else [_DTYPES[result[1]], *_counted(result[0])]
@@ -150,9 +150,9 @@ def _launch_words(launch: Any, target: _Target, scratch_number: int) -> list[int
     """One launch, with its parameters as a kernel gets them."""
     positions, end = [], 0
     for size in target.sizes:
-        positions.append(blocks(end, size) * size)
+        positions.append(cdiv(end, size) * size)
         end = positions[-1] + size
-    parameters = bytearray(blocks(end, 8) * 8)
+    parameters = bytearray(cdiv(end, 8) * 8)
     values = launch.arguments[: len(launch.types)]
     if target.last_error:
         values = [end, *values]  # the size of the struct

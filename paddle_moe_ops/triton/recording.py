@@ -10,15 +10,14 @@ in and how far from its start. From then on a call of the same key allocates mem
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-from .grouped_gemm_configs import ALLOCATOR
-from .launching import CALLS_KEPT, ITEM_BYTES, Array, Device, address, blocks, low_bits
+from .launch.allocator import scratch_memory
+from .launch.device import ITEM_BYTES, MAX_CACHED_CALLS, Array, Device, address, alignment_bits, cdiv
 from .native_recording import WORKSPACE_ALIGNMENT, native_recording
 
-__all__ = ["facts_of", "recorded", "scratch_memory"]
+__all__ = ["facts_of", "recorded"]
 
 
 def facts_of(device: Device, *arrays: Array | None) -> list[Hashable]:
@@ -34,7 +33,7 @@ def facts_of(device: Device, *arrays: Array | None) -> list[Hashable]:
         shape, stride = tuple(array.shape), 0
         if len(shape) == 2:
             stride = device.row_stride(array)
-        facts += (shape, device.dtype_name(array), low_bits(array.data_ptr()), stride)
+        facts += (shape, device.dtype_name(array), alignment_bits(array.data_ptr()), stride)
     return facts
 
 
@@ -59,23 +58,10 @@ def recorded(
         return call(device)
     recorder = Recorder(device, inputs)
     made = call(recorder)
-    if len(recordings) >= CALLS_KEPT:
+    if len(recordings) >= MAX_CACHED_CALLS:
         recordings.clear()
     recordings[key] = recorder.recording(made)
     return made
-
-
-@contextlib.contextmanager
-def scratch_memory(device: Device) -> Iterator[None]:
-    """Give launches memory for their tensor descriptors."""
-    if ALLOCATOR is None:
-        yield
-        return
-    token = ALLOCATOR.set(lambda size, alignment, stream: device.empty([blocks(size, 4)], "int32"))
-    try:
-        yield
-    finally:
-        ALLOCATOR.reset(token)
 
 
 class Launch(NamedTuple):
@@ -208,7 +194,7 @@ class Recorder:
             size = ITEM_BYTES[dtype]
             for length in shape:
                 size *= length
-            workspace += blocks(size, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+            workspace += cdiv(size, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
         arrays = [*self._inputs, *made, *(self._made[number][0] for number in others)]
         ranges = [self._range(each) for each in arrays]
         launches = []

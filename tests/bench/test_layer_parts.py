@@ -7,12 +7,12 @@ from __future__ import annotations
 from benchmarks.layer.parts import flops_of, parts_of
 from benchmarks.layer.shapes import Shape
 
-SCHEDULE, MOVE, PRODUCT, SUM = "schedule_kernel", "permute_kernel", "product_kernel", "unpermute_kernel"
+SCHEDULE, MOVE, PRODUCT, SUM = "schedule_kernel", "permute_kernel", "grouped_gemm_kernel", "unpermute_kernel"
 FORWARD = [SCHEDULE, MOVE, PRODUCT, MOVE, PRODUCT, PRODUCT, SUM, PRODUCT, SUM]
 BACKWARD = [
     *(MOVE, PRODUCT, MOVE, PRODUCT, "swiglu_gradient_kernel"),
-    *("permute_and_sum_kernel", "weight_gradient_kernel", MOVE, "weight_gradient_kernel"),
-    *(MOVE, "weight_gradient_kernel", MOVE, "weight_gradient_kernel", PRODUCT, SUM),
+    *("permute_and_sum_kernel", "wgrad_kernel", MOVE, "wgrad_kernel"),
+    *(MOVE, "wgrad_kernel", MOVE, "wgrad_kernel", PRODUCT, SUM),
 ]
 GATHERING = ["grouped_product", "grouped_outer", "grouped_outer", "grouped_product", SUM, "row_sums_kernel"]
 
@@ -36,7 +36,7 @@ def test_gradients_of_the_second_matrices_come_first():
 
 
 def test_products_of_the_library_are_told_apart_in_the_same_way():
-    names = {PRODUCT: "grouped_product", "weight_gradient_kernel": "grouped_outer"}
+    names = {PRODUCT: "grouped_product", "wgrad_kernel": "grouped_outer"}
     for which, launched in (("forward", FORWARD), ("backward", BACKWARD)):
         assert parts_of(which, [names.get(each, each) for each in launched]) == parts_of(which, launched)
 
@@ -50,5 +50,5 @@ def test_operations_of_all_launches_are_those_of_the_pass():
     for which, launched in (("forward", FORWARD), ("backward", BACKWARD)):
         flops = flops_of(shape, which, parts_of(which, launched))
         assert sum(flops) == shape.flops(which == "backward")
-        is_product = [name in (PRODUCT, "weight_gradient_kernel") for name in launched]
+        is_product = [name in (PRODUCT, "wgrad_kernel") for name in launched]
         assert [flop > 0 for flop in flops] == is_product

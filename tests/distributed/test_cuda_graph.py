@@ -124,7 +124,7 @@ class Program:
 
 def eager_and_replayed(experts: str, payload: str | None, trains: bool, combine: str = "reduced") -> Any:
     """What each batch gives as the host calls the program, from a graph of it, and as the host calls it afterwards."""
-    from paddle_moe_ops.triton._runtime import device_of
+    from paddle_moe_ops.triton.launch.paddle_device import device_of
 
     program = Program(experts, payload, trains, combine)
 

@@ -21,19 +21,19 @@ pytestmark = pytest.mark.gpu_place
 def device() -> Any:
     import paddle
 
-    from paddle_moe_ops.triton import _runtime
+    from paddle_moe_ops.triton.launch import paddle_device
 
     paddle.set_device("gpu:0")
-    assert _runtime.unavailable() is None
-    return _runtime.device_of(on_gpu(np.zeros(1, np.int32)))
+    assert paddle_device.unavailable() is None
+    return paddle_device.device_of(on_gpu(np.zeros(1, np.int32)))
 
 
 def test_all_kernels(device: Any, problem: Problem) -> None:  # noqa: F811
-    from paddle_moe_ops.triton.permute import permute
-    from paddle_moe_ops.triton.route import Routing, route
-    from paddle_moe_ops.triton.sort_chunks import chunk_map, sort_chunks, sort_chunks_backward
-    from paddle_moe_ops.triton.unpermute import unpermute
-    from paddle_moe_ops.triton.unpermute_backward import unpermute_backward
+    from paddle_moe_ops.triton.ops.permute import permute
+    from paddle_moe_ops.triton.ops.route import Routing, route
+    from paddle_moe_ops.triton.ops.sort_chunks import chunk_map, sort_chunks, sort_chunks_backward
+    from paddle_moe_ops.triton.ops.unpermute import unpermute
+    from paddle_moe_ops.triton.ops.unpermute_backward import unpermute_backward
 
     plan = problem.plan
     sizes = problem.T, problem.K, problem.E, ALIGNMENT, False, True

@@ -33,9 +33,9 @@ pytestmark = [pytest.mark.gpu_place, pytest.mark.two_gpus]
 @pytest.fixture
 def elsewhere(run: Any) -> Any:  # noqa: F811
     """A context in which the second GPU is current; the tensors are on the first."""
-    from paddle_moe_ops.triton._runtime import _Cuda
+    from paddle_moe_ops.triton.launch.paddle_device import _CudaDriver
 
-    return lambda: _Cuda.get().current(1)
+    return lambda: _CudaDriver.get().current(1)
 
 
 def test_calls_through_paddle_run_where_their_tensors_are(run: Any, problem: Problem, elsewhere: Any) -> None:  # noqa: F811
@@ -54,14 +54,14 @@ def test_calls_through_paddle_run_where_their_tensors_are(run: Any, problem: Pro
 
 
 def test_direct_calls_run_where_their_tensors_are(run: Any, direct: Any, problem: Problem, elsewhere: Any) -> None:  # noqa: F811
-    from paddle_moe_ops.triton._runtime import _Cuda
+    from paddle_moe_ops.triton.launch.paddle_device import _CudaDriver
 
     x, scale, maps = on_gpu(problem.x), on_gpu(problem.scale), plan_tensors(run, problem, on_gpu(problem.probs))
     described = problem.H, PHI_DTYPES[problem.dtype]
     with elsewhere():
         rows, scales = direct.permute(x, scale, *maps[:3], 3, True, problem.scale.shape[1], 10, *described)
         (out,) = direct.unpermute(rows, maps[1], maps[2], *described)
-        assert _Cuda.get().is_current(1)
+        assert _CudaDriver.get().is_current(1)
     expected_rows, expected_scales = reference.permute(problem.x, problem.plan, problem.scale)
     assert_same_bits(on_host(rows, problem.dtype), expected_rows)
     assert_same_bits(on_host(scales, np.dtype(np.float32)), expected_scales)

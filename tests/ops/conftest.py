@@ -58,11 +58,11 @@ def chosen_backend(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
     """CPU tensors count as tensors on a GPU whose kernels are interpreted."""
-    from paddle_moe_ops.triton import _runtime
+    from paddle_moe_ops.triton.launch import paddle_device
 
     from ..triton.interpreter import NumpyDevice
 
-    class Interpreted(_runtime.PaddleDevice):
+    class Interpreted(paddle_device.PaddleDevice):
         def __init__(self):
             self._place = paddle.CPUPlace()
             self.launches = []
@@ -74,21 +74,22 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
         _check_guards = staticmethod(lambda: None)  # memory is Paddle's
 
     device = Interpreted()
-    monkeypatch.setattr(_runtime, "unavailable", lambda: None)
-    monkeypatch.setattr(_runtime, "cannot_run_on", lambda _: None)
-    monkeypatch.setattr(_runtime, "device_of", lambda *_: device)
+    monkeypatch.setattr(paddle_device, "unavailable", lambda: None)
+    monkeypatch.setattr(paddle_device, "cannot_run_on", lambda _: None)
+    monkeypatch.setattr(paddle_device, "device_of", lambda *_: device)
     return device
 
 
 @pytest.fixture
 def on_hopper(interpreted: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The device of `interpreted` as a Hopper GPU: with the library's kernels, in small tiles."""
-    from paddle_moe_ops.triton import grouped_gemm_configs, hopper_product
+    from paddle_moe_ops.triton import hopper_product
+    from paddle_moe_ops.triton.gemm import gpu_facts
 
     from ..triton import library_in_numpy
 
     library_in_numpy.choose_small_tiles(monkeypatch)
-    monkeypatch.setattr(grouped_gemm_configs, "gpu_at", lambda _: library_in_numpy.HOPPER)
+    monkeypatch.setattr(gpu_facts, "gpu_at", lambda _: library_in_numpy.HOPPER)
     monkeypatch.setattr(hopper_product, "chosen_rows", lambda *_: hopper_product.TURNED_ROWS)
     interpreted.grouped_product = library_in_numpy.numpy_grouped_product()
     interpreted.grouped_outer = library_in_numpy.numpy_grouped_outer()

@@ -15,7 +15,7 @@ import pytest
 
 from paddle_moe_ops import Float8Matrices, explain, moe_mlp, route, use_backend
 from paddle_moe_ops.backends import OPERATORS, product_calls
-from paddle_moe_ops.triton import gathering
+from paddle_moe_ops.triton.gemm import gather_heuristic
 from tests.ops.problems import plan_tensors, tensor
 from tests.ops.test_float8_mlp import FLOAT8
 from tests.ops.test_moe_mlp import BACKENDS, BY_FORM, BY_LAYOUT, Layer
@@ -75,7 +75,7 @@ def test_on_triton_it_names_the_kernels_that_a_call_launches(keep, form, transpo
 
 @pytest.mark.parametrize("options", [{}, {"keep": "x"}, {"accumulate": True}], ids=str)
 def test_it_names_the_kernels_of_the_library(options, on_hopper, rng, monkeypatch):
-    monkeypatch.setattr(gathering, "_LARGEST_GATHERED", 0)
+    monkeypatch.setattr(gather_heuristic, "_MAX_GATHERED_N", 0)
     layer = Layer(rng, SMALL, BF16, sizes=(16, 24))
     leaves = layer.leaves
     monkeypatch.setattr(layer, "leaves", lambda place: with_main_grad(leaves(place)))

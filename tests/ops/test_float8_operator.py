@@ -18,7 +18,7 @@ from paddle_moe_ops import use_backend
 from paddle_moe_ops.backends import compiled, register_operators
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.testing.equality import assert_bits_equal
-from paddle_moe_ops.triton import grouped_gemm_configs
+from paddle_moe_ops.triton.gemm import gpu_facts
 from tests.ops import test_expert_operators as experts
 from tests.ops.problems import tensor
 from tests.ops.test_expert_operators import operands_of
@@ -96,7 +96,7 @@ def test_on_hopper_it_has_the_bits_of_the_launches_in_dygraph(transpose, keeps, 
         due = layer.run(place, keep="h" if keeps else "x")
     made = of_operator(layer, place, keeps=keeps)
     assert_near(made, {name: to_numpy(each) for name, each in due.items()})
-    if grouped_gemm_configs.gpu_at(tensor(np.zeros(1, np.float32), place).data_ptr()).capability == 90:
+    if gpu_facts.gpu_at(tensor(np.zeros(1, np.float32), place).data_ptr()).capability == 90:
         for name in ("out", "x"):
             assert_bits_equal(made[name], due[name], what=name)
 

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from paddle_moe_ops.backends.triton_arrays import device_of
-from paddle_moe_ops.triton import _runtime, gathering, grouped_gemm_configs, hopper_product
+from paddle_moe_ops.triton import hopper_product
+from paddle_moe_ops.triton.gemm import gather_heuristic, gpu_facts
 from paddle_moe_ops.triton.hopper_product import LibraryKernel
+from paddle_moe_ops.triton.launch import paddle_device
 from tests.ops.problems import tensor
 from tests.ops.test_moe_mlp import BY_LAYOUT, Layer, assert_close
 from tests.params import Shape
@@ -41,9 +43,9 @@ def launches(monkeypatch, place, tile_rows):
     rows = {hopper_product.PLAIN: tile_rows}
     chosen = lambda gpu, result, *_: rows.get(result, hopper_product.TURNED_ROWS)  # noqa: E731
     monkeypatch.setattr(hopper_product, "chosen_rows", chosen)
-    monkeypatch.setattr(gathering, "_LARGEST_GATHERED", 0)
+    monkeypatch.setattr(gather_heuristic, "_MAX_GATHERED_N", 0)
     yield seen
-    for device in _runtime._devices.values():  # what was recorded in the test chose by its sizes
+    for device in paddle_device._devices.values():  # what was recorded in the test chose by its sizes
         device.recordings.clear()
 
 
@@ -55,7 +57,7 @@ def test_results_and_gradients_are_those_of_the_oracle_in_each_call(rng, place, 
     for call in range(1, 4):  # the first is written down, the others repeat it with other operands
         layer = Layer(rng, SHAPE, dtype, transpose=transpose, form=form, sizes=(64, 136))
         assert_close(layer.run(place, keep=keep), layer.due(), dtype)
-        gpu = grouped_gemm_configs.gpu_at(tensor(np.zeros(1, np.float32), place).data_ptr())
+        gpu = gpu_facts.gpu_at(tensor(np.zeros(1, np.float32), place).data_ptr())
         products, outers = (5 if keep == "x" else 4, 2) if gpu.capability == 90 else (0, 0)
         assert launches.count("grouped_product") == products * call
         assert launches.count("grouped_outer") == outers * call

@@ -112,7 +112,7 @@ def test_interpreted_kernels_with_gradients(interpreted, transpose, keep, form, 
     with use_backend("triton"):
         made = layer.run("cpu", keep=keep, workspace_mb=1)
     assert_close(made, layer.due(), np.float16)
-    assert interpreted.launches.count("product_kernel") == (4 if keep == "h" else 5)
+    assert interpreted.launches.count("grouped_gemm_kernel") == (4 if keep == "h" else 5)
     assert interpreted.launches.count("swiglu_gradient_kernel") == 1
 
 
@@ -158,7 +158,7 @@ def test_a_second_call_repeats_the_launches_of_the_first_with_its_own_tensors(in
         layers[0].run("cpu")
         launches = interpreted.launches.copy()
         for name in ("moe_mlp", "moe_mlp_backward"):
-            monkeypatch.setattr(f"paddle_moe_ops.triton.moe_mlp.{name}", None)
+            monkeypatch.setattr(f"paddle_moe_ops.triton.gemm.mlp.{name}", None)
         made = layers[1].run("cpu")
     assert interpreted.launches == 2 * launches
     assert_close(made, layers[1].due(), np.float16)

@@ -17,7 +17,8 @@ import pytest
 from paddle_moe_ops import use_backend
 from paddle_moe_ops._native import native
 from paddle_moe_ops.testing.equality import assert_bits_equal
-from paddle_moe_ops.triton import hopper_product, moe_mlp
+from paddle_moe_ops.triton import hopper_product
+from paddle_moe_ops.triton.gemm import mlp
 from paddle_moe_ops.triton.hopper_product import GroupedProductParams, LibraryKernel
 from paddle_moe_ops.triton.native_recording import Driver, Repeater, native_recording
 from paddle_moe_ops.triton.recording import recorded
@@ -303,9 +304,9 @@ def library_product(card, monkeypatch):
     kernel = LibraryKernel("grouped_product", functions[0], GroupedProductParams, lambda: text.value)
     control.functions, kernel.addresses = functions, lambda: addresses
     library_in_numpy.choose_small_tiles(monkeypatch)
-    for module in (hopper_product, moe_mlp):
+    for module in (hopper_product, mlp):
         monkeypatch.setattr(module, "chosen_rows", lambda *_: hopper_product.TURNED_ROWS)
-    monkeypatch.setattr(moe_mlp, "gathers", lambda *_, **__: False)
+    monkeypatch.setattr(mlp, "gathers", lambda *_, **__: False)
     monkeypatch.setattr(card.device, "grouped_product", kernel)
     return control
 

@@ -411,9 +411,9 @@ def test_without_compiled_kernels_and_without_triton_the_error_names_both(no_com
 
 
 def test_tensors_in_host_memory_are_refused(monkeypatch):
-    from paddle_moe_ops.triton import _runtime
+    from paddle_moe_ops.triton.launch import paddle_device
 
-    monkeypatch.setattr(_runtime, "unavailable", lambda: None)
+    monkeypatch.setattr(paddle_device, "unavailable", lambda: None)
     text = r"route: the backend 'triton' chosen by use_backend cannot run here: .* but these are on Place\(cpu\)"
     with use_backend("triton"), pytest.raises(RuntimeError, match=text):
         route(paddle.zeros([2, 1], dtype="int32"), num_experts=1)

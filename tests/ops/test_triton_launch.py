@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paddle_moe_ops.triton import _runtime
+from paddle_moe_ops.triton.launch import paddle_device
 
 pytestmark = pytest.mark.cpu_only
 
@@ -43,41 +43,41 @@ class Library:
         return 0
 
 
-class Handles:
+class Kernels:
     """Records the context and the driver of every launch."""
 
     def __init__(self, library) -> None:
         self.library, self.seen = library, []
 
     def launch(self, *call) -> None:
-        self.seen.append((self.library.context, _runtime._active_driver(), call))
+        self.seen.append((self.library.context, paddle_device._active_driver(), call))
 
 
 @pytest.fixture
 def library(monkeypatch):
     library = Library()
-    cuda = _runtime._Cuda.__new__(_runtime._Cuda)
+    cuda = paddle_device._CudaDriver.__new__(paddle_device._CudaDriver)
     cuda._library, cuda._primaries, cuda.device_count = library, {}, 2
-    monkeypatch.setattr(_runtime._Cuda, "get", lambda: cuda)
-    monkeypatch.setattr(_runtime, "_make_driver", lambda index, stream: f"our driver of {index}")
+    monkeypatch.setattr(paddle_device._CudaDriver, "get", lambda: cuda)
+    monkeypatch.setattr(paddle_device, "_make_driver", lambda index, stream: f"our driver of {index}")
     return library
 
 
 @pytest.fixture
 def device(library):
-    device = _runtime.PaddleDevice("place", 1, lambda: 77)
-    device._handles = Handles(library)
+    device = paddle_device.PaddleDevice("place", 1, lambda: 77)
+    device._kernels = Kernels(library)
     return device
 
 
 @contextlib.contextmanager
 def active(driver):
-    config = _runtime._drivers()
-    before = _runtime._active_driver()
+    config = paddle_device._drivers()
+    before = paddle_device._active_driver()
     config.set_active(driver)
     try:
         yield
-        assert _runtime._active_driver() is driver
+        assert paddle_device._active_driver() is driver
     finally:
         config.set_active(before)
 
@@ -86,7 +86,7 @@ def test_a_launch_names_paddles_stream_and_leaves_a_foreign_driver_active(device
     library.context = 101
     with active("theirs"):
         device.launch(*KERNEL_CALL)
-    assert device._handles.seen == [(101, "theirs", (77, *KERNEL_CALL))]
+    assert device._kernels.seen == [(101, "theirs", (77, *KERNEL_CALL))]
     assert library.sets == []
 
 
@@ -94,7 +94,7 @@ def test_where_nobody_has_set_a_driver_ours_stands_in_for_the_launch(device, lib
     library.context = 101
     with active(None):
         device.launch(*KERNEL_CALL)
-    assert device._handles.seen[0][:2] == (101, "our driver of 1")
+    assert device._kernels.seen[0][:2] == (101, "our driver of 1")
 
 
 @pytest.mark.parametrize("before", [100, 0], ids=["another GPU", "none"])
@@ -104,7 +104,7 @@ def test_a_launch_goes_to_the_gpu_of_its_tensors(device, library, before, driver
     with active(driver):
         for _ in range(2):
             device.launch(*KERNEL_CALL)
-    assert [seen[0] for seen in device._handles.seen] == [101, 101]
+    assert [seen[0] for seen in device._kernels.seen] == [101, 101]
     assert library.context == (before or 101)
     assert library.retained == [1]
 
@@ -115,7 +115,7 @@ def test_an_error_puts_driver_and_context_back(device, library, monkeypatch):
     def broken(*_):
         raise RuntimeError("out of resources")
 
-    monkeypatch.setattr(device._handles, "launch", broken)
+    monkeypatch.setattr(device._kernels, "launch", broken)
     with active(None), pytest.raises(RuntimeError, match="out of resources"):
         device.launch(*KERNEL_CALL)
     assert library.context == 100
@@ -132,7 +132,7 @@ def test_the_driver_is_asked_for_the_parameters_of_a_kernel_until_it_knows_no_mo
     library.cuFuncGetParamInfo = sizes
     library.cuLaunchKernel = library.cuGetErrorString = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
     library.cuCtxGetCurrent, python = library.cuLaunchKernel, library.cuCtxGetCurrent
-    driver = _runtime._Cuda.get().launching(1)
+    driver = paddle_device._CudaDriver.get().launch_functions(1)
     library.cuCtxGetCurrent, library.context = python, 100
     assert driver.parameter_sizes(77) == [8, 4, 8]
     assert set(asked) == {(77, 101)}
@@ -141,18 +141,18 @@ def test_the_driver_is_asked_for_the_parameters_of_a_kernel_until_it_knows_no_mo
 
 
 def test_older_drivers_do_not_tell_them(library):
-    assert _runtime._Cuda.get()._parameter_sizes(77) is None
+    assert paddle_device._CudaDriver.get()._parameter_sizes(77) is None
 
 
 def test_a_driver_that_cannot_be_loaded_is_a_reason_to_run_elsewhere(monkeypatch):
     def missing(name):
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(_runtime, "_no_gpu", lambda: None)
-    monkeypatch.setattr(_runtime, "_no_triton", lambda: None)
-    monkeypatch.setattr(_runtime._Cuda, "get", staticmethod(_runtime._Cuda))
-    monkeypatch.setattr(_runtime.ctypes, "CDLL", missing)
-    assert _runtime.unavailable() == (
+    monkeypatch.setattr(paddle_device, "_no_gpu", lambda: None)
+    monkeypatch.setattr(paddle_device, "_no_triton", lambda: None)
+    monkeypatch.setattr(paddle_device._CudaDriver, "get", staticmethod(paddle_device._CudaDriver))
+    monkeypatch.setattr(paddle_device.ctypes, "CDLL", missing)
+    assert paddle_device.unavailable() == (
         "the NVIDIA driver cannot be asked for the GPU: libcuda.so.1: cannot open shared object file"
     )
 
@@ -160,10 +160,10 @@ def test_a_driver_that_cannot_be_loaded_is_a_reason_to_run_elsewhere(monkeypatch
 @pytest.fixture
 def with_triton(library, monkeypatch):
     for name in ("_no_gpu", "_no_triton"):
-        monkeypatch.setattr(_runtime, name, lambda: None)
-    _runtime._unfit_gpu.cache_clear()
+        monkeypatch.setattr(paddle_device, name, lambda: None)
+    paddle_device._unfit_gpu.cache_clear()
     yield library
-    _runtime._unfit_gpu.cache_clear()
+    paddle_device._unfit_gpu.cache_clear()
 
 
 def tensor_on(index):
@@ -175,11 +175,11 @@ TOO_OLD = "the GPU must have compute capability 8.0 or newer, but has 7.5"
 
 
 def test_the_gpu_of_the_tensor_decides_whether_it_is_new_enough(with_triton):
-    assert _runtime.unavailable() is None
-    assert _runtime.cannot_run_on(tensor_on(0)) == TOO_OLD
-    assert _runtime.cannot_run_on(tensor_on(1)) is None
+    assert paddle_device.unavailable() is None
+    assert paddle_device.cannot_run_on(tensor_on(0)) == TOO_OLD
+    assert paddle_device.cannot_run_on(tensor_on(1)) is None
 
 
 def test_without_a_gpu_that_is_new_enough_triton_is_not_there(with_triton):
     with_triton.capabilities = ((7, 5), (7, 5))
-    assert _runtime.unavailable() == TOO_OLD
+    assert paddle_device.unavailable() == TOO_OLD

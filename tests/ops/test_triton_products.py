@@ -35,8 +35,8 @@ def test_grouped_products_run_on_triton_by_themselves(interpreted, rng, as_tenso
         return [*call(tensor(x, "cpu"), tensor(w, "cpu")), *gradients(call, (x, w), weights, (True, True))]
 
     outputs = product_and_gradients()
-    assert interpreted.launches.count("product_kernel") == 3
-    assert interpreted.launches.count("weight_gradient_kernel") == 1
+    assert interpreted.launches.count("grouped_gemm_kernel") == 3
+    assert interpreted.launches.count("wgrad_kernel") == 1
     with use_backend("reference"):
         expected = product_and_gradients()
     for made, due in zip(outputs, expected, strict=True):
@@ -47,7 +47,7 @@ def test_products_of_rows_that_lie_apart(interpreted, rng):
     x, w = ordinary(rng, (9, 24), np.float16), ordinary(rng, (3, 24, 20), np.float16)
     for made, due in on_both(lambda: [grouped_gemm(tensor(x, "cpu")[:, :20], tensor(w, "cpu"), [2, 0, 7])]):
         np.testing.assert_allclose(made.numpy(), due.numpy(), rtol=2e-3, atol=2e-3)
-    assert interpreted.launches[-1] == "product_kernel"
+    assert interpreted.launches[-1] == "grouped_gemm_kernel"
 
 
 @pytest.mark.parametrize("wanted", [(True, True, True), (True, False, False), (False, True, False)])
@@ -69,7 +69,7 @@ def test_fused_products_with_gradients(interpreted, rng, form, wanted):
 
     for made, due in on_both(lambda: call(*(tensor(each, "cpu") for each in arrays))):
         np.testing.assert_allclose(made.numpy(), due.numpy(), rtol=2e-3, atol=2e-3)
-    assert "product_kernel" in interpreted.launches
+    assert "grouped_gemm_kernel" in interpreted.launches
     for made, due in on_both(lambda: gradients(call, arrays, weights, wanted[: len(arrays)])):
         np.testing.assert_allclose(made.numpy(), due.numpy(), rtol=4e-3, atol=4e-3)
 
@@ -86,7 +86,7 @@ def test_a_layer_runs_on_the_products_that_move_rows_and_weight_them(interpreted
             out.astype("float32").sum().backward()
         load = np.asarray(layer.tokens_per_expert).tolist()
         results.append((out.numpy(), [each.grad.numpy() for each in layer.parameters()], load))
-    assert interpreted.launches.count("weight_gradient_kernel") == 2
+    assert interpreted.launches.count("wgrad_kernel") == 2
     (out, gradients_of, load), (due, due_gradients, due_load) = results
     assert load == due_load
     for made, expected in zip([out, *gradients_of], [due, *due_gradients], strict=True):

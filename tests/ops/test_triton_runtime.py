@@ -25,7 +25,7 @@ def triton_backend():
 @pytest.fixture
 def gpu(place):
     """The device of the kernels."""
-    from paddle_moe_ops.triton._runtime import device_of
+    from paddle_moe_ops.triton.launch.paddle_device import device_of
 
     return device_of(paddle.to_tensor([0], dtype="int32", place=place))
 

@@ -25,16 +25,16 @@ def elsewhere(request, device, place):
 
     Paddle's own allocations and operators may change the current GPU; `only_ours` says that there are none.
     """
-    from paddle_moe_ops.triton._runtime import _Cuda
+    from paddle_moe_ops.triton.launch.paddle_device import _CudaDriver
 
     kind, _, index = device.partition(":")
     other = 1 - int(index)
 
     @contextlib.contextmanager
     def by_driver(only_ours):
-        with _Cuda.get().current(other):
+        with _CudaDriver.get().current(other):
             yield
-            assert not only_ours or _Cuda.get().is_current(other), "a call must leave the current GPU as it was"
+            assert not only_ours or _CudaDriver.get().is_current(other), "a call must leave the current GPU as it was"
 
     @contextlib.contextmanager
     def by_paddle(only_ours):

@@ -1,14 +1,19 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles what the launchers launch, for a GPU that need not be there; prints the PTX of each kernel as JSON lines.
+"""Compiles every kernel that the launchers launch, without a GPU; prints facts about each as JSON lines.
 
-A separate program: in the process of the tests the kernels belong to the interpreter.
+A separate program: in the process of the tests the kernels belong to the interpreter. Prints the instructions of each
+kernel, or with --ptx its PTX without names and source lines, in the order of launches. A change that must not alter
+machine code is checked by comparing this output before and after it:
+
+    TRITON_DISABLE_LINE_INFO=1 python -m tests.triton.compiling --ptx > after.jsonl && diff before.jsonl after.jsonl
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,14 +26,20 @@ from tests.bare_package import without_paddle
 
 without_paddle(always=True)
 
-from paddle_moe_ops.triton import moe_mlp  # noqa: E402
-from paddle_moe_ops.triton.bias_gradient import bias_gradient  # noqa: E402
-from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens, grouped_gemm, grouped_gemm_backward  # noqa: E402
-from paddle_moe_ops.triton.grouped_gemm_configs import Gpu, product_config, weight_gradient_config  # noqa: E402
-from paddle_moe_ops.triton.permute import permute  # noqa: E402
-from paddle_moe_ops.triton.route import Routing, route  # noqa: E402
-from paddle_moe_ops.triton.row_id_map import make_row_id_map, read_row_id_map  # noqa: E402
-from paddle_moe_ops.triton.rowmap import (  # noqa: E402
+from paddle_moe_ops.triton.gemm import mlp  # noqa: E402
+from paddle_moe_ops.triton.gemm.bias_gradient import bias_gradient  # noqa: E402
+from paddle_moe_ops.triton.gemm.configs import gemm_config, wgrad_config  # noqa: E402
+from paddle_moe_ops.triton.gemm.grouped_gemm import grouped_gemm, grouped_gemm_backward  # noqa: E402
+from paddle_moe_ops.triton.gemm.types import (  # noqa: E402
+    Gpu,
+    Groups,
+    Tokens,
+)
+from paddle_moe_ops.triton.ops.permute import permute  # noqa: E402
+from paddle_moe_ops.triton.ops.quantize import dequantize, quantize  # noqa: E402
+from paddle_moe_ops.triton.ops.route import Routing, route  # noqa: E402
+from paddle_moe_ops.triton.ops.row_id_map import make_row_id_map, read_row_id_map  # noqa: E402
+from paddle_moe_ops.triton.ops.rowmap import (  # noqa: E402
     clean_rowmap,
     clean_rowmap_by_expert,
     gather_slots,
@@ -36,11 +47,11 @@ from paddle_moe_ops.triton.rowmap import (  # noqa: E402
     scatter_slots,
     slots_to_rows,
 )
-from paddle_moe_ops.triton.sort_chunks import chunk_map  # noqa: E402
-from paddle_moe_ops.triton.topk import topk as choose_experts  # noqa: E402
-from paddle_moe_ops.triton.topk import topk_backward  # noqa: E402
-from paddle_moe_ops.triton.unpermute import unpermute  # noqa: E402
-from paddle_moe_ops.triton.unpermute_backward import unpermute_backward  # noqa: E402
+from paddle_moe_ops.triton.ops.sort_chunks import chunk_map  # noqa: E402
+from paddle_moe_ops.triton.ops.topk import topk as choose_experts  # noqa: E402
+from paddle_moe_ops.triton.ops.topk import topk_backward  # noqa: E402
+from paddle_moe_ops.triton.ops.unpermute import unpermute  # noqa: E402
+from paddle_moe_ops.triton.ops.unpermute_backward import unpermute_backward  # noqa: E402
 
 from .interpreter import NumpyArray, NumpyDevice  # noqa: E402
 
@@ -64,9 +75,17 @@ class CompilingDevice(NumpyDevice):
         source = ASTSource(kernel, signature, values, aligned)
         target = GPUTarget("cuda", self.capability, 32)
         compiled = triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": False})
-        instructions = sorted(set(re.findall(r"^\s+(?:@\S+ )?([a-z]\S+)", compiled.asm["ptx"], re.MULTILINE)))
-        line = {"kernel": kernel.fn.__name__, "capability": self.capability, "types": types}
-        print(json.dumps({**line, "shared_bytes": compiled.metadata.shared, "instructions": instructions}))
+        name, ptx = kernel.fn.__name__, compiled.asm["ptx"]
+        instructions = sorted(set(re.findall(r"^\s+(?:@\S+ )?([a-z]\S+)", ptx, re.MULTILINE)))
+        line = {"capability": self.capability, "types": types, "shared_bytes": compiled.metadata.shared}
+        line |= {"ptx": code_of(ptx, name)} if "--ptx" in sys.argv else {"kernel": name, "instructions": instructions}
+        print(json.dumps(line))
+
+
+def code_of(ptx: str, name: str) -> list[str]:
+    """Lines of PTX without comments, source lines and the kernel's name."""
+    lines = (re.sub(r"//.*", "", line).strip().replace(name, "kernel") for line in ptx.splitlines())
+    return [line for line in lines if line and not line.startswith((".loc", ".file", ".section"))]
 
 
 def main() -> None:
@@ -105,11 +124,15 @@ def main() -> None:
         grouped_gemm(gpu, y, matrix, groups, transpose, weights=by_row, bias=bias)
         bias_gradient(gpu, product, bias, groups, by_row, by_row)
         bias_gradient(gpu, product, bias, groups, None, None)
+    for ue8m0, layout in ((False, "row"), (True, "col")):
+        options = {"ue8m0": ue8m0, "scale_layout": layout, "amax_min": 1e-4}
+        quantize(gpu, x, ids, owners, **options)
+        dequantize(gpu, *quantize(gpu, x, **options), layout, "float32")
     chunk_map(gpu, gpu.empty([5], "int32"), gpu.empty([5], "int64"), rows)
     route_by_logits(gpu, tokens, topk, experts)
     products_by_descriptors(CompilingDevice(HOPPER), y, matrices, groups)
     layers(gpu, Tokens(owners, ids), groups, 192)
-    moe_mlp.gpu_at = lambda _: Gpu(HOPPER, 132)
+    mlp.gpu_at = lambda _: Gpu(HOPPER, 132)
     layers(CompilingDevice(HOPPER), Tokens(owners, ids), groups, 1024)
 
 
@@ -119,18 +142,18 @@ def layers(gpu: CompilingDevice, tokens: Tokens, groups: Groups, inner: int) -> 
     x = gpu.empty([num_tokens, hidden], "float16")
     gate_up, down = gpu.empty([experts, hidden, 2 * inner], "float16"), gpu.empty([experts, inner, hidden], "float16")
     weights, slots = gpu.empty([num_rows], "float32"), gpu.empty([num_tokens, num_rows // num_tokens], "int32")
-    layer = moe_mlp.Layer(gate_up, down, groups, tokens, weights, False, 1 << 28, slots)
-    out, kept = moe_mlp.moe_mlp(gpu, x, layer, True)
+    layer = mlp.Layer(gate_up, down, groups, tokens, weights, False, 1 << 28, slots)
+    out, kept = mlp.moe_mlp(gpu, x, layer, True)
     into = ((gpu.empty(gate_up.shape, "float32"), True), None)
-    moe_mlp.moe_mlp_backward(gpu, out, x, kept, layer, (True,) * 4, into)
+    mlp.moe_mlp_backward(gpu, out, x, kept, layer, (True,) * 4, into)
 
 
 def products_by_descriptors(gpu: CompilingDevice, x: NumpyArray, matrices: NumpyArray, groups: Groups) -> None:
     hopper = Gpu(HOPPER, 132)
     experts, outer, inner = matrices.shape
     rows, weights = (
-        product_config(hopper, 256 * experts, experts, inner, outer),
-        weight_gradient_config(hopper, outer, inner),
+        gemm_config(hopper, 256 * experts, experts, inner, outer),
+        wgrad_config(hopper, outer, inner),
     )
     for transpose, matrix in ((True, matrices), (False, gpu.reshape(matrices, (experts, inner, outer)))):
         product = grouped_gemm(gpu, x, matrix, groups, transpose, config=rows)

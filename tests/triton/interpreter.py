@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paddle_moe_ops.triton.hopper_product import LibraryKernel
-from paddle_moe_ops.triton.launching import ITEM_BYTES
+from paddle_moe_ops.triton.launch.device import ITEM_BYTES
 
 from . import interpreter_costs
 from .sanitizing import checked_accesses
@@ -107,7 +107,7 @@ def _bfloat16_as_on_a_gpu() -> Iterator[None]:
 
 
 class NumpyDevice:
-    """A `paddle_moe_ops.triton.launching.Device` in host memory, where new arrays hold garbage on purpose.
+    """A `paddle_moe_ops.triton.launch.device.Device` in host memory, where new arrays hold garbage on purpose.
 
     A launch that writes beyond an array, or has no programs, raises.
 

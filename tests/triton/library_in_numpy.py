@@ -17,8 +17,10 @@ import pytest
 from numpy.typing import NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.triton import hopper_product, moe_mlp
-from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig, Gpu
+from paddle_moe_ops.triton import hopper_product
+from paddle_moe_ops.triton.gemm import mlp
+from paddle_moe_ops.triton.gemm.configs import GemmConfig
+from paddle_moe_ops.triton.gemm.types import Gpu
 from paddle_moe_ops.triton.hopper_float8 import AMAX_MIN, GroupedFloat8Params, QuantizeBlocksParams, bits_of
 from paddle_moe_ops.triton.hopper_outer import GroupedOuterParams, grouped_outer_of
 from paddle_moe_ops.triton.hopper_product import (
@@ -249,9 +251,9 @@ def launches_of(name: str, params: type[ctypes.Structure], monkeypatch: pytest.M
 
 def choose_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have layers run as on a Hopper GPU, in small tiles."""
-    for name in ("gated_config", "product_config", "weight_gradient_config"):
-        monkeypatch.setattr(moe_mlp, name, lambda *_: TILES)
-    monkeypatch.setattr(moe_mlp, "gpu_at", lambda _: HOPPER)
+    for name in ("gated_config", "gemm_config", "wgrad_config"):
+        monkeypatch.setattr(mlp, name, lambda *_: TILES)
+    monkeypatch.setattr(mlp, "gpu_at", lambda _: HOPPER)
 
 
 def kernel_for(gpu: Any, monkeypatch: pytest.MonkeyPatch, in_numpy: LibraryKernel, of_library: Any) -> LibraryKernel:
@@ -289,14 +291,14 @@ def use_products(
     kernel = kernel_for(gpu, monkeypatch, numpy_grouped_product(), grouped_product_of)
     if not isinstance(gpu, NumpyDevice):
         large = GemmConfig(128, 128, 64, 8, 4, 8, 1, tma=True)
-        for name in ("gated_config", "product_config"):
-            monkeypatch.setattr(moe_mlp, name, lambda *_: large)
+        for name in ("gated_config", "gemm_config"):
+            monkeypatch.setattr(mlp, name, lambda *_: large)
     monkeypatch.setattr(gpu, "grouped_product", kernel)
     monkeypatch.setattr(gpu, "grouped_outer", kernel_for(gpu, monkeypatch, numpy_grouped_outer(), grouped_outer_of))
     chosen = lambda gpu, result, *_: plain_rows() if result == PLAIN else TURNED_ROWS  # noqa: E731
-    for module in (hopper_product, moe_mlp):
+    for module in (hopper_product, mlp):
         monkeypatch.setattr(module, "chosen_rows", chosen)
-    monkeypatch.setattr(moe_mlp, "gathers", lambda *_, **__: gathers())
+    monkeypatch.setattr(mlp, "gathers", lambda *_, **__: gathers())
 
 
 def numpy_grouped_outer() -> LibraryKernel:

@@ -10,8 +10,9 @@ import pytest
 
 from paddle_moe_ops import reference
 from paddle_moe_ops.testing.tolerances import assert_close_sums, dtype_tols
-from paddle_moe_ops.triton.bias_gradient import bias_gradient
-from paddle_moe_ops.triton.grouped_gemm import Groups, grouped_gemm
+from paddle_moe_ops.triton.gemm.bias_gradient import bias_gradient
+from paddle_moe_ops.triton.gemm.grouped_gemm import grouped_gemm
+from paddle_moe_ops.triton.gemm.types import Groups
 
 from .problems import ordinary
 from .test_grouped_gemm import BY_CASE, BY_CONFIG, BY_LAYOUT, CASES, SMALL_TILES, Problem, maps_of_tokens

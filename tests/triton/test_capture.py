@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.triton.permute import permute
-from paddle_moe_ops.triton.route import Routing, route
-from paddle_moe_ops.triton.unpermute import unpermute
+from paddle_moe_ops.triton.ops.permute import permute
+from paddle_moe_ops.triton.ops.route import Routing, route
+from paddle_moe_ops.triton.ops.unpermute import unpermute
 from tests.params import MANY_TOKENS, SMALL
 from tests.reference.cases import assert_same_bits
 

@@ -11,19 +11,20 @@ import sys
 
 import pytest
 
-from paddle_moe_ops.triton.grouped_gemm_configs import Gpu, product_config, weight_gradient_config
+from paddle_moe_ops.triton.gemm.configs import gemm_config, wgrad_config
+from paddle_moe_ops.triton.gemm.types import Gpu
 from tests.bare_package import ROOT
 
 pytestmark = pytest.mark.long
 
 KERNELS = {
     *("route", "mask_to_ids", "count", "prefix", "offsets", "maps", "unpermute", "unpermute_backward"),
-    *("permute", "permute_and_sum"),
+    *("permute", "permute_and_sum", "quantize", "dequantize"),
     *("fill", "claim", "compact", "gather_slots", "scatter_mask", "scatter_slots", "slots_to_rows"),
     *("chunks", "chunk_map"),
     *("topk", "topk_backward"),
     *("make_row_id_map", "read_row_id_map"),
-    *("schedule", "product", "weight_gradient", "row_sums", "bias_gradient", "swiglu_gradient"),
+    *("schedule", "grouped_gemm", "wgrad", "row_sums", "bias_gradient", "swiglu_gradient"),
 }
 
 
@@ -61,8 +62,8 @@ def test_blocks_fit_the_least_shared_memory_of_a_gpu(variants):
     assert max(each["shared_bytes"] for each in variants if each["capability"] == 80) <= 99 << 10
     for other in (86, 89, 120, 121):
         gpus = [Gpu(capability, 84) for capability in (80, other)]
-        assert len({product_config(gpu, 4096, 8, 4096, 4096) for gpu in gpus}) == 1
-        assert len({weight_gradient_config(gpu, 4096, 4096) for gpu in gpus}) == 1
+        assert len({gemm_config(gpu, 4096, 8, 4096, 4096) for gpu in gpus}) == 1
+        assert len({wgrad_config(gpu, 4096, 4096) for gpu in gpus}) == 1
 
 
 def test_blocks_fit_the_shared_memory_of_hopper(variants):
@@ -76,19 +77,19 @@ def test_rows_move_16_bytes_at_a_time(compiled, kernel):
     assert "st.global.v4.b32" in instructions
 
 
-@pytest.mark.parametrize("kernel", ["product", "weight_gradient"])
+@pytest.mark.parametrize("kernel", ["grouped_gemm", "wgrad"])
 def test_products_run_on_tensor_cores_while_operands_are_on_their_way(compiled, kernel):
     instructions = " ".join(compiled[kernel])
     assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in instructions
     assert "cp.async.cg.shared.global" in instructions
 
 
-@pytest.mark.parametrize("kernel", ["product", "weight_gradient"])
+@pytest.mark.parametrize("kernel", ["grouped_gemm", "wgrad"])
 def test_on_hopper_operands_come_through_descriptors_to_asynchronous_products(by_capability, kernel):
     instructions = " ".join(by_capability[90][kernel])
     assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16" in instructions
     assert "cp.async.bulk.tensor" in instructions
-    assert ("cp.async.bulk.tensor.3d.global.shared::cta" in instructions) == (kernel == "weight_gradient")
+    assert ("cp.async.bulk.tensor.3d.global.shared::cta" in instructions) == (kernel == "wgrad")
     assert "cp.async.cg.shared.global" not in instructions
 
 

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from paddle_moe_ops import reference
 from paddle_moe_ops.testing.tolerances import assert_close_sums, dtype_tols
-from paddle_moe_ops.triton import grouped_gemm as launchers
-from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens, grouped_gemm, grouped_gemm_backward
-from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig
+from paddle_moe_ops.triton.gemm import schedule as schedules
+from paddle_moe_ops.triton.gemm.configs import GemmConfig
+from paddle_moe_ops.triton.gemm.grouped_gemm import grouped_gemm, grouped_gemm_backward
+from paddle_moe_ops.triton.gemm.types import Groups, Tokens
 from tests.reference.cases import assert_same_bits
 
 from .interpreter import NumpyDevice
@@ -37,10 +38,10 @@ SMALL_TILES = GemmConfig(32, 32, 32, 2, 2, 4, 1, tma=False)
 CONFIGS = {
     "pointers": SMALL_TILES,
     "descriptors": SMALL_TILES._replace(tma=True),
-    "a program for every tile": SMALL_TILES._replace(programs=0),
-    "a program for every tile, descriptors": SMALL_TILES._replace(programs=0, tma=True),
-    "descriptors, loading ahead": SMALL_TILES._replace(tma=True, flat_depth=1 << 20),
-    "wide bands": SMALL_TILES._replace(band=8, rows=16, columns=64),
+    "a program for every tile": SMALL_TILES._replace(programs_per_sm=0),
+    "a program for every tile, descriptors": SMALL_TILES._replace(programs_per_sm=0, tma=True),
+    "descriptors, loading ahead": SMALL_TILES._replace(tma=True, max_flat_k=1 << 20),
+    "wide bands": SMALL_TILES._replace(group_m=8, block_m=16, block_n=64),
 }
 BY_CONFIG = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
@@ -253,8 +254,8 @@ def test_more_experts_than_are_looked_at_at_once(gpu, rng):
 
 @pytest.mark.parametrize("tma", [False, True])
 def test_gradients_of_more_experts_than_are_looked_at_at_once(gpu, rng, monkeypatch, tma):
-    monkeypatch.setattr(launchers, "_EXPERTS_AT_ONCE", 4)
-    monkeypatch.setattr(launchers, "_MOST_EXPERTS_AT_ONCE", 8)
+    monkeypatch.setattr(schedules, "_EXPERTS_PER_BLOCK", 4)
+    monkeypatch.setattr(schedules, "_MAX_EXPERTS_PER_BLOCK", 8)
     case = Case(50, [0, 1, 3] * 7, None, 16, 72)  # 3 tiles of 32 x 32 each, the last one cut
     Problem(rng, case, ml_dtypes.bfloat16, True).check(gpu, config=SMALL_TILES._replace(tma=tma))
 
@@ -293,7 +294,7 @@ def test_rows_of_tokens_are_moved_first_for_descriptors_and_else_gathered(rng, g
 def test_bits_depend_neither_on_the_number_of_programs_nor_on_the_order_of_tiles(gpu, rng, tma):
     problem = Problem(rng, CASES["uneven"], ml_dtypes.bfloat16, True, weighted=True)
     results = [
-        problem.check(gpu, config=SMALL_TILES._replace(programs=programs, band=band, tma=tma))
+        problem.check(gpu, config=SMALL_TILES._replace(programs_per_sm=programs, group_m=band, tma=tma))
         for programs, band in ((0, 1), (1, 2), (2, 8))
     ]
     for other in results[1:]:

@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 
 from paddle_moe_ops import reference
 from paddle_moe_ops.testing.tolerances import assert_close_float8
-from paddle_moe_ops.triton import hopper_float8, moe_mlp
+from paddle_moe_ops.triton import hopper_float8
 from paddle_moe_ops.triton.float8_mlp import moe_mlp_float8, moe_mlp_float8_backward
-from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens
-from paddle_moe_ops.triton.grouped_gemm_configs import Gpu
+from paddle_moe_ops.triton.gemm import mlp
+from paddle_moe_ops.triton.gemm.types import Gpu, Groups, Layer, Tokens
 from paddle_moe_ops.triton.hopper_float8 import GroupedFloat8Params, QuantizeBlocksParams, bits_of, float8_kernels_of
 from paddle_moe_ops.triton.hopper_outer import grouped_outer_of
 from paddle_moe_ops.triton.hopper_product import GATED, GRADIENT, TILE_ROWS
-from paddle_moe_ops.triton.moe_mlp import Layer
 from tests.reference.cases import assert_same_bits
 
 from .library_in_numpy import (
@@ -216,7 +215,7 @@ def test_every_tile_of_many_experts_is_stored_once_in_every_launch(device, exper
         out, kept = forward(device, x, layer, True)
         return [out, *backward(device, d_out, x, kept, layer, (True,) * 4)]
 
-    due = passes(moe_mlp.moe_mlp, moe_mlp.moe_mlp_backward)
+    due = passes(mlp.moe_mlp, mlp.moe_mlp_backward)
     first = passes(moe_mlp_float8, moe_mlp_float8_backward)
     for made, expected in zip(first, due, strict=True):
         parts = experts if made.ndim == 3 else 1  # a tile that lacks shows in its own matrix
@@ -252,7 +251,7 @@ def test_windows_change_no_bit(rng, device, monkeypatch):
 def test_windows_of_columns_begin_where_scales_do(rng, device, monkeypatch):
     """Also where layers of 16-bit numbers would take windows that fit tiles of 192 columns."""
     monkeypatch.setattr(device, "grouped_product", object())
-    monkeypatch.setattr(moe_mlp, "chosen_rows", lambda *_: TILE_ROWS)
+    monkeypatch.setattr(mlp, "chosen_rows", lambda *_: TILE_ROWS)
     launched = launches_of("grouped_float8", GroupedFloat8Params, monkeypatch)
     problem = Problem(rng, Case(160, 528, 128, 2, 1, unassigned=0.0))
     problem.run(device, 140 * 528 * 2)

@@ -14,11 +14,9 @@ import pytest
 from numpy.typing import NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.triton import gathering, moe_mlp
-from paddle_moe_ops.triton.grouped_gemm import Rows
-from paddle_moe_ops.triton.grouped_gemm_configs import Gpu
+from paddle_moe_ops.triton.gemm import gather_heuristic, mlp
+from paddle_moe_ops.triton.gemm.types import Gpu, Rows, Schedule
 from paddle_moe_ops.triton.hopper_outer import GroupedOuterParams, grouped_outer_of, hopper_outer, takes_outer
-from paddle_moe_ops.triton.schedules import Schedule
 from tests.reference.cases import assert_same_bits
 
 from .library_in_numpy import HOPPER, fields_in_header, kernel_for, launches_of, numpy_grouped_outer
@@ -33,7 +31,7 @@ def device(gpu, monkeypatch) -> Any:
     """The device of the kernels, with the library's kernel wherever it can take one."""
     kernel = kernel_for(gpu, monkeypatch, numpy_grouped_outer(), grouped_outer_of)
     monkeypatch.setattr(gpu, "grouped_outer", kernel)
-    monkeypatch.setattr(moe_mlp, "gathers", lambda *_, **__: False)
+    monkeypatch.setattr(mlp, "gathers", lambda *_, **__: False)
     return gpu
 
 
@@ -214,7 +212,7 @@ def test_layers_take_their_gradients_from_it(rng, device, launched, dtype, trans
 
 @pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
 def test_layers_that_gather_make_their_gradients_from_tokens(rng, device, launched, monkeypatch, transpose):
-    monkeypatch.setattr(moe_mlp, "gathers", lambda *_, **__: True)
+    monkeypatch.setattr(mlp, "gathers", lambda *_, **__: True)
     problem = Problem(rng, Case(170, 24, 8, 3, 2, unassigned=0.1, alignment=8), ml_dtypes.bfloat16, transpose)
     made, due_ = problem.run(device), problem.due()
     live = problem.plan.row_to_token[: problem.end] >= 0
@@ -225,8 +223,8 @@ def test_layers_that_gather_make_their_gradients_from_tokens(rng, device, launch
 
 
 def test_layers_take_their_gradients_from_it_window_by_window(rng, device, launched, monkeypatch):
-    monkeypatch.setattr(moe_mlp, "_COLUMN_STEP", 16)
-    monkeypatch.setattr(moe_mlp, "gathers_for_matrix", lambda *_: False)
+    monkeypatch.setattr(mlp, "_COLUMN_STEP", 16)
+    monkeypatch.setattr(mlp, "gathers_in_wgrad", lambda *_: False)
     problem = Problem(rng, Case(60, 40, 8, 3, 2), ml_dtypes.bfloat16, False)
     assert_all_same(problem.run(device, 1 << 12), problem.due())
     assert {each["first_p"] for each in launched} == {each["first_q"] for each in launched} == {0, 16, 32}
@@ -239,7 +237,7 @@ def test_rows_that_no_other_product_takes_are_gathered_beside_few_columns(
     rng, device, launched, monkeypatch, most, gathered
 ):
     """Those of the gradient of W1, 2n = 16 columns; the gradient of W2 takes the rows that were moved before it."""
-    monkeypatch.setattr(gathering, "_MOST_COLUMNS_BESIDE_GATHERED", most)
+    monkeypatch.setattr(gather_heuristic, "_MAX_COLUMNS_OF_GATHERING_WGRAD", most)
     problem = Problem(rng, Case(170, 24, 8, 3, 2), ml_dtypes.bfloat16, True)
     assert_all_same(problem.run(device), problem.due())
     assert [each["gathered"] for each in launched] == gathered

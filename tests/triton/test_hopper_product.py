@@ -12,10 +12,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from paddle_moe_ops.triton import grouped_gemm_configs, hopper_product, moe_mlp
-from paddle_moe_ops.triton.grouped_gemm_configs import Gpu
-from paddle_moe_ops.triton.handles import Handles
+from paddle_moe_ops.triton import hopper_product
+from paddle_moe_ops.triton.gemm import gpu_facts, mlp
+from paddle_moe_ops.triton.gemm.types import Gpu
 from paddle_moe_ops.triton.hopper_product import GroupedProductParams, LibraryKernel, grouped_product_of
+from paddle_moe_ops.triton.launch.kernel_cache import KernelCache
 
 from .library_in_numpy import HOPPER, fields_in_header, launches_of, use_products
 from .problems import EXPERTS_AT_LIMITS
@@ -99,13 +100,13 @@ def test_several_tiles_of_columns_have_the_bits_of_the_oracle(rng, device, launc
     assert [each["tile_rows"] for each in launched if each["result"] == hopper_product.PLAIN] == [tile_rows] * 2
 
 
-GATHERS = moe_mlp.gathers
+GATHERS = mlp.gathers
 
 
 @pytest.fixture
 def gathered(launched, monkeypatch) -> list[dict[str, int]]:
     """Has products gather the rows of tokens, whatever their sizes; the launches of the library's product."""
-    monkeypatch.setattr(moe_mlp, "gathers", lambda *_, **__: True)
+    monkeypatch.setattr(mlp, "gathers", lambda *_, **__: True)
     return launched
 
 
@@ -133,7 +134,7 @@ def test_rows_that_are_gathered_give_the_bits_of_the_oracle(rng, device, gathere
 
 @ONE_THAT_GATHERS
 def test_the_buffer_of_gathered_rows_holds_columns_alone(rng, device, gathered, monkeypatch):
-    monkeypatch.setattr(moe_mlp, "_COLUMN_STEP", 16)
+    monkeypatch.setattr(mlp, "_COLUMN_STEP", 16)
     problem = Problem(rng, Case(170, 32, 8, 3, 2, unassigned=0.0), np.float16, False)
     assert_all_same(problem.run(device, 340 * 16 * 2), problem.due())
     assert {each["first_row"] for each in gathered} == {0}
@@ -151,8 +152,8 @@ def test_without_tokens_the_library_gathers_nothing(rng, device, gathered):
 def test_with_few_rows_both_passes_gather_unless_gradients_are_accumulated(
     rng, device, launched, monkeypatch, accumulates
 ):
-    monkeypatch.setattr(moe_mlp, "gathers", GATHERS)
-    monkeypatch.setattr(moe_mlp, "chosen_rows", lambda *_: hopper_product.TURNED_ROWS)
+    monkeypatch.setattr(mlp, "gathers", GATHERS)
+    monkeypatch.setattr(mlp, "chosen_rows", lambda *_: hopper_product.TURNED_ROWS)
     problem = Problem(rng, Case(90, 64, 16, 3, 2), ml_dtypes.bfloat16, False)
     zeros = [np.zeros(each.shape, np.float32) for each in (problem.gate_up, problem.down)]
     into = tuple((device.array(each), True) for each in zeros) if accumulates else (None, None)
@@ -168,7 +169,7 @@ def test_tokens_that_lie_apart_are_gathered(rng, device, gathered):
     wide = np.full((90, 72), np.nan, ml_dtypes.bfloat16)
     wide[:, :64] = problem.x
     layer, x = problem.layer(device, 1 << 28), device.columns(device.array(wide), 64)
-    out, kept = moe_mlp.moe_mlp(device, x, layer, True)
+    out, kept = mlp.moe_mlp(device, x, layer, True)
     made = [device.numpy(out), device.numpy(kept.hidden)[: problem.end]]
     assert_all_same(made, problem.due()[:2])
     assert [each["x_row_stride"] for each in gathered][:1] == [72]
@@ -181,7 +182,7 @@ def test_tiles_of_columns_may_be_half_empty(rng, device, transpose):
 
 
 def test_windows_change_no_bit(rng, device, launched, monkeypatch):
-    monkeypatch.setattr(moe_mlp, "_COLUMN_STEP", 16)
+    monkeypatch.setattr(mlp, "_COLUMN_STEP", 16)
     problem = Problem(rng, Case(170, 32, 8, 3, 2, unassigned=0.0), ml_dtypes.bfloat16, False)
     assert_all_same(problem.run(device, 260 * 32 * 2), problem.due())
     assert max(each["first_row"] for each in launched) > 0
@@ -191,8 +192,8 @@ def test_windows_change_no_bit(rng, device, launched, monkeypatch):
 @ONE_THAT_GATHERS
 @pytest.mark.parametrize("backward", [False, True])
 def test_one_pass_may_gather_where_the_other_one_moves_windows(rng, device, launched, monkeypatch, backward):
-    monkeypatch.setattr(moe_mlp, "_COLUMN_STEP", 16)
-    monkeypatch.setattr(moe_mlp, "gathers", lambda *sizes: sizes[5] == backward)  # whether rows are moved twice
+    monkeypatch.setattr(mlp, "_COLUMN_STEP", 16)
+    monkeypatch.setattr(mlp, "gathers", lambda *sizes: sizes[5] == backward)  # whether rows are moved twice
     problem = Problem(rng, Case(170, 32, 8, 3, 2, unassigned=0.0), ml_dtypes.bfloat16, False)
     assert_all_same(problem.run(device, 260 * 32 * 2), problem.due())
     moves = hopper_product.GATED if backward else hopper_product.GRADIENT
@@ -243,7 +244,7 @@ def test_a_gate_far_below_zero_closes_whatever_it_gates(rng, device):
     problem = Problem(rng, Case(20, 64, 16, 3, 2), ml_dtypes.bfloat16, False)
     problem.gate_up[:] = 0
     problem.gate_up[:, 0] = np.where(np.arange(32) < 16, -1e20, 1e20)
-    out, kept = moe_mlp.moe_mlp(device, device.array(problem.x), problem.layer(device, 1 << 28), True)
+    out, kept = mlp.moe_mlp(device, device.array(problem.x), problem.layer(device, 1 << 28), True)
     assert np.abs(device.numpy(kept.hidden)[: problem.end].astype(np.float32)).max() > 9e19
     assert not device.numpy(out).astype(np.float32).any()
 
@@ -370,8 +371,8 @@ def test_the_driver_says_how_fast_memory_is(monkeypatch, knows_its_memory, memor
             value._obj.value = facts.get(number, -1)
             return 0 if number in facts else 1
 
-    monkeypatch.setattr(grouped_gemm_configs, "_library", Driver)
-    assert grouped_gemm_configs._facts.__wrapped__(0) == Gpu(90, 132, memory)
+    monkeypatch.setattr(gpu_facts, "_library", Driver)
+    assert gpu_facts._facts.__wrapped__(0) == Gpu(90, 132, memory)
 
 
 def test_a_library_without_the_kernel_has_none():
@@ -382,9 +383,9 @@ def test_what_the_library_refuses_is_an_error_that_names_the_kernel():
     kernel = LibraryKernel(
         "grouped_product", lambda *_: 1, GroupedProductParams, lambda: b"inner must be a multiple of 8"
     )
-    assert Handles().compiled(kernel, (), (), 1) is kernel
+    assert KernelCache().compiled(kernel, (), (), 1) is kernel
     with pytest.raises(RuntimeError, match="grouped_product: inner must be a multiple of 8"):
-        Handles.run(kernel, 0, 1, [0] * (len(GroupedProductParams._fields_) - 1))
+        KernelCache.run(kernel, 0, 1, [0] * (len(GroupedProductParams._fields_) - 1))
 
 
 def test_the_struct_mirrors_the_header():

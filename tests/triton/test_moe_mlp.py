@@ -12,11 +12,11 @@ import pytest
 from numpy.typing import NDArray
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.triton import gathering
-from paddle_moe_ops.triton import moe_mlp as launchers
-from paddle_moe_ops.triton.grouped_gemm import Groups, Tokens
-from paddle_moe_ops.triton.grouped_gemm_configs import GemmConfig
-from paddle_moe_ops.triton.moe_mlp import Layer, moe_mlp, moe_mlp_backward
+from paddle_moe_ops.triton.gemm import gather_heuristic
+from paddle_moe_ops.triton.gemm import mlp as launchers
+from paddle_moe_ops.triton.gemm.configs import GemmConfig
+from paddle_moe_ops.triton.gemm.mlp import moe_mlp, moe_mlp_backward
+from paddle_moe_ops.triton.gemm.types import Groups, Layer, Tokens
 from tests.reference.cases import assert_same_bits
 
 pytestmark = pytest.mark.long
@@ -26,7 +26,7 @@ BY_LAYOUT = pytest.mark.parametrize("transpose", [False, True], ids=["plain", "t
 COPIES = {
     "pointers": SMALL_TILES,
     "descriptors": SMALL_TILES._replace(tma=True),
-    "descriptors, loading ahead": SMALL_TILES._replace(tma=True, flat_depth=1 << 20),
+    "descriptors, loading ahead": SMALL_TILES._replace(tma=True, max_flat_k=1 << 20),
 }
 BY_COPY = pytest.mark.parametrize("config", COPIES.values(), ids=COPIES.keys())
 ALL = True, True, True, True
@@ -138,11 +138,11 @@ def tiles(monkeypatch):
     """Have all products use the same small tiles."""
 
     def use(config: GemmConfig, gathers: bool = False) -> None:
-        for name in ("gated_config", "product_config", "weight_gradient_config"):
+        for name in ("gated_config", "gemm_config", "wgrad_config"):
             monkeypatch.setattr(launchers, name, lambda *_: config)
         most = 1 << 30 if gathers else 0
-        monkeypatch.setattr(gathering, "_LARGEST_GATHERED", most)
-        monkeypatch.setattr(gathering, "_LARGEST_GATHERED_PER_PASS", most)
+        monkeypatch.setattr(gather_heuristic, "_MAX_GATHERED_N", most)
+        monkeypatch.setattr(gather_heuristic, "_MAX_GATHERED_N_PER_PASS", most)
 
     return use
 
@@ -197,7 +197,7 @@ def test_without_weights_rows_are_added_up_as_they_are(rng, gpu, tiles, transpos
 @BY_COPY
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
 def test_gradients_of_matrices_are_added_to_what_is_there(rng, gpu, tiles, monkeypatch, config, dtype):
-    tiles(config._replace(columns=128))
+    tiles(config._replace(block_n=128))
     monkeypatch.setattr(launchers, "_COLUMN_STEP", 128)
     problem = Problem(rng, Case(9, 140, 72, 3, 2), ml_dtypes.bfloat16, False)
     before = [rng.integers(-8, 9, each.shape).astype(dtype) for each in (problem.gate_up, problem.down)]
@@ -256,7 +256,7 @@ def test_no_array_has_the_rows_of_all_tokens(rng, gpu, tiles, monkeypatch, gathe
     problem.run(gpu, 2 * 16 * 64, keeps=keeps)
     buffers = [shape[0] for shape in made if len(shape) == 1 and shape[0] > rows]
     assert len(buffers) == 2
-    assert max(buffers) <= (16 + SMALL_TILES.rows) * 64 < rows * 64
+    assert max(buffers) <= (16 + SMALL_TILES.block_m) * 64 < rows * 64
     results = [(16, 64), (rows, 32), (rows, 16), problem.gate_up.shape, problem.down.shape]
     assert all(len(shape) == 1 or shape in results for shape in made)
     assert (made.count((rows, 32)), made.count((rows, 16))) == (1, 2)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.triton.configs import Config
-from paddle_moe_ops.triton.permute import permute, permute_window
-from paddle_moe_ops.triton.row_sums import row_sums, sums_of_rows
+from paddle_moe_ops.triton.ops.configs import Config
+from paddle_moe_ops.triton.ops.permute import permute, permute_chunk
+from paddle_moe_ops.triton.ops.row_sums import row_sums, sums_of_rows
 from tests.params import FLOAT8_DTYPES, PADDED, ROW_DTYPES, SMALL, WIDE
 from tests.reference.cases import assert_same_bits
 
@@ -122,7 +122,7 @@ def test_sums_made_by_a_launch_that_moves_rows_have_the_bits_of_their_own_launch
     apart, sums = row_sums(gpu, values, *maps), sums_of_rows(gpu, values, *maps)
     out, end = gpu.empty([plan.num_rows, problem.shape.H], "float16"), gpu.array(np.array([plan.num_rows], np.int32))
     arguments = (0, plan.num_rows), (0, problem.shape.H), end.data_ptr(), sums
-    permute_window(gpu, gpu.array(x), gpu.array(plan.token_rows), owners, out, *arguments)
+    permute_chunk(gpu, gpu.array(x), gpu.array(plan.token_rows), owners, out, *arguments)
     assert_same_bits(gpu.numpy(out), reference.permute(x, plan)[0])
     assert_same_bits(gpu.numpy(sums.out), gpu.numpy(apart))
     found, by_row = gpu.numpy(apart), gpu.numpy(values).astype(np.float64).reshape(plan.num_rows, width).sum(1)
@@ -136,5 +136,5 @@ def test_sums_are_made_where_no_rows_are_moved(gpu):
     sums = sums_of_rows(gpu, gpu.empty([0, 4], "float32"), None, slots)
     x, out, none = (gpu.empty(shape, "float16") for shape in ([1, 8], [1], [1]))
     maps = slots, gpu.empty([0], "int32")
-    permute_window(gpu, x, *maps, out, (0, 0), (0, 8), none.data_ptr(), sums)
+    permute_chunk(gpu, x, *maps, out, (0, 0), (0, 8), none.data_ptr(), sums)
     assert_same_bits(gpu.numpy(sums.out), np.zeros((1, 3), np.float32))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.triton.quantize import dequantize, quantize
+from paddle_moe_ops.triton.ops.quantize import dequantize, quantize
 from tests.params import FLOAT8_DTYPES, SMALL, SUM_DTYPES, WIDE
 from tests.reference.cases import assert_same_bits, assert_same_numbers, routing_cases
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paddle_moe_ops.triton.launching import CALLS_KEPT
-from paddle_moe_ops.triton.permute import permute
+from paddle_moe_ops.triton.launch.device import MAX_CACHED_CALLS
+from paddle_moe_ops.triton.ops.permute import permute
+from paddle_moe_ops.triton.ops.unpermute import unpermute
 from paddle_moe_ops.triton.recording import facts_of, recorded
-from paddle_moe_ops.triton.unpermute import unpermute
 
 from .interpreter import NumpyDevice
 
@@ -137,7 +137,7 @@ def test_a_call_that_looks_at_data_is_not_written_down(doubling):
 
 def test_so_many_calls_are_kept_and_no_more(doubling, rng):
     device, x = doubling.device, values(rng)
-    for number in range(CALLS_KEPT):
+    for number in range(MAX_CACHED_CALLS):
         device.recordings[number] = None
     doubling(x)
     assert len(device.recordings) == 1

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from paddle_moe_ops import reference
 from paddle_moe_ops.testing.routing import GENERATORS
-from paddle_moe_ops.triton import route as route_module
-from paddle_moe_ops.triton.route import Routing, route
+from paddle_moe_ops.triton.ops import route as route_module
+from paddle_moe_ops.triton.ops.route import Routing, route
 from tests.params import MANY_EXPERTS, MOST_EXPERTS, SHAPES, SMALL, SPARSE
 from tests.reference.cases import assert_same_bits, routing_cases
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.triton.row_id_map import make_row_id_map, read_row_id_map
-from paddle_moe_ops.triton.rowmap import clean_rowmap_by_expert
+from paddle_moe_ops.triton.ops.row_id_map import make_row_id_map, read_row_id_map
+from paddle_moe_ops.triton.ops.rowmap import clean_rowmap_by_expert
 from tests.params import MANY_SLOTS, MORE_SLOTS_THAN_EXPERTS, ODD, SMALL
 from tests.reference.cases import assert_same_bits
 

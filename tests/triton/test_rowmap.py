@@ -10,7 +10,7 @@ import pytest
 from paddle_moe_ops import reference
 from paddle_moe_ops.reference.paddle_api import _slot_to_row, _usable_rowmap
 from paddle_moe_ops.reference.routing import take_or_zero
-from paddle_moe_ops.triton.rowmap import clean_rowmap, gather_slots, scatter_mask, scatter_slots, slots_to_rows
+from paddle_moe_ops.triton.ops.rowmap import clean_rowmap, gather_slots, scatter_mask, scatter_slots, slots_to_rows
 from tests.params import MANY_SLOTS, MORE_SLOTS_THAN_EXPERTS, ODD, SMALL
 from tests.reference.cases import assert_same_bits
 

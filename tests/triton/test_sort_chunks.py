@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paddle_moe_ops import reference
-from paddle_moe_ops.triton.sort_chunks import chunk_map, sort_chunks, sort_chunks_backward
+from paddle_moe_ops.triton.ops.sort_chunks import chunk_map, sort_chunks, sort_chunks_backward
 from tests.params import ROW_DTYPES, SUM_DTYPES
 from tests.reference.cases import assert_same_bits
 

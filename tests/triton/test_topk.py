@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from paddle_moe_ops.triton.topk import topk, topk_backward
+from paddle_moe_ops.triton.ops.topk import topk, topk_backward
 from tests.params import SUM_DTYPES
 from tests.reference.cases import assert_same_bits
 from tests.routers import Router, deepseek_v3, halves, nearly_nothing, routers

@@ -10,9 +10,9 @@ import pytest
 
 from paddle_moe_ops import reference
 from paddle_moe_ops.testing.tolerances import assert_close_sums, dot_chain, dtype_tols
-from paddle_moe_ops.triton.configs import Config
-from paddle_moe_ops.triton.unpermute import unpermute
-from paddle_moe_ops.triton.unpermute_backward import unpermute_backward
+from paddle_moe_ops.triton.ops.configs import Config
+from paddle_moe_ops.triton.ops.unpermute import unpermute
+from paddle_moe_ops.triton.ops.unpermute_backward import unpermute_backward
 from tests.params import MANY_SLOTS, ODD, SMALL, SUM_DTYPES, WIDE
 from tests.reference.cases import assert_same_bits, assert_same_numbers
 

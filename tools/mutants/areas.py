@@ -15,8 +15,9 @@ _OPERATORS = ("tests/ops/test_*.py", "tests/static/test_*.py", "tests/scenarios/
 LEFT_OUT = {f"tests/ops/test_{name}.py" for name in ("determinism", "huge_pages", "threads", "two_gpus")}
 LEFT_OUT |= {f"tests/scenarios/test_{name}.py" for name in ("devices", "processes")}
 _KERNELS = (
-    *("grouped_gemm", "grouped_gemm_kernels", "handles", "launching", "permute", "quantize", "route", "route_kernels"),
-    *("rowmap", "sort_chunks", "sums", "topk", "unpermute", "unpermute_backward"),
+    *(f"gemm/{name}" for name in ("grouped_gemm", "kernels", "operands", "schedule", "swiglu", "wgrad")),
+    *("launch/device", "launch/kernel_cache", "ops/numerics", "ops/permute", "ops/quantize", "ops/route"),
+    *("ops/route_kernels", "ops/rowmap", "ops/sort_chunks", "ops/topk", "ops/unpermute", "ops/unpermute_backward"),
 )
 
 
@@ -111,7 +112,7 @@ AREAS = {
         ("tests/bench/test_*.py", "tests/triton/test_benchmark.py"),
     ),
     "backends": Area(("paddle_moe_ops/backends/*.py",), _OPERATORS),
-    # _runtime.py needs a GPU, configurations change the speed alone.
+    # paddle_device.py needs a GPU, configurations change the speed alone.
     "triton": Area(
         tuple(f"paddle_moe_ops/triton/{name}.py" for name in _KERNELS),
         ("tests/triton/test_*.py", "tests/ops/test_triton_*.py"),
@@ -127,7 +128,7 @@ AREAS = {
         ),
     ),
     "triton_layer": Area(
-        tuple(f"paddle_moe_ops/triton/{name}.py" for name in ("schedules", "gathering", "moe_mlp")),
+        tuple(f"paddle_moe_ops/triton/{name}.py" for name in ("gemm/types", "gemm/gather_heuristic", "gemm/mlp")),
         (
             *_tests("triton", "moe_mlp", "hopper_outer"),
             *_tests("ops", "moe_mlp", "explain_layer"),
@@ -206,8 +207,8 @@ EQUIVALENT = (
     (r"backends/reference\.py", "keyword dropped", r"fill_padding=", "zeros are as good as what is undefined"),
     (r"gemm\.py|masked/maps\.py", "", r"get_autocast_dtype\(\)\) for|limit or min\(room", "only on a GPU"),
     (r"", "opposite", r"np\.zeros\(0,", "nothing in it"),
-    (r"triton/permute\.py", "arguments swapped", r"words_of\(", "sizes and addresses count alike"),
-    (r"triton/sort_chunks\.py", "", r"other=-1\) == ", "what no chunk is compared with"),
+    (r"triton/ops/permute\.py", "arguments swapped", r"copy_words\(", "sizes and addresses count alike"),
+    (r"triton/ops/sort_chunks\.py", "", r"other=-1\) == ", "what no chunk is compared with"),
     (r"", "arguments swapped", r"swapaxes|\b(max|min)\(", "either way round"),
     (r"", "elements swapped", r"frozenset\(|isinstance\(", "in any order"),
     (r"", "", r"is_on_gpu\(|is_cpu_place\(|is_gpu_place\(", "the suites on a GPU see it"),
@@ -227,9 +228,14 @@ EQUIVALENT = (
     (r"reference/arithmetic\.py", "elements swapped", r"to_float32\(a\), to_float32\(b\)", "factors"),
     (r"reference/gemm\.py", "method dropped", r"\.astype\(np\.float64\)", "the other factor is float64"),
     (r"reference/", "keyword dropped", r"np\.errstate\(", "warnings"),
-    (r"triton/route\.py", "opposite", r"8192 // width", "sizes of pieces"),
-    (r"triton/unpermute_backward\.py", "", r"parts = ", "how many programs share a token"),
-    (r"triton/grouped_gemm\.py", "", r"_descriptors\(|try:|ALLOCATOR", "descriptors need a GPU"),
+    (r"triton/ops/route\.py", "opposite", r"8192 // width", "sizes of pieces"),
+    (r"triton/ops/unpermute_backward\.py", "", r"programs_per_token = ", "how many programs share a token"),
+    (
+        r"triton/gemm/(grouped_gemm|operands|wgrad)\.py",
+        "",
+        r"descriptor_memory\(|try:|ALLOCATOR",
+        "descriptors need a GPU",
+    ),
     (r"expert_parallel/", "method dropped", r"\.keys\(\) & ", "keys take a dict as well"),
     (r"channels\.py", "", r"scale_columns = float8, 0", "read with float8 alone, which sets it"),
     (r"csrc/paddle/", "", r"place\(\) [!=]= target\.place\(\)", "the suites on a GPU see it"),

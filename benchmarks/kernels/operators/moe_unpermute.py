@@ -55,8 +55,8 @@ def _core(core: CoreCalls, operation: Operation, inputs: Inputs) -> Body:
 
 
 def _triton(device: Any, operation: Operation, inputs: Any) -> Body:
-    from paddle_moe_ops.triton.rowmap import clean_rowmap, gather_slots
-    from paddle_moe_ops.triton.unpermute import unpermute
+    from paddle_moe_ops.triton.ops.rowmap import clean_rowmap, gather_slots
+    from paddle_moe_ops.triton.ops.unpermute import unpermute
 
     num_rows = inputs.problem.plan.num_rows
     weights = inputs.row_probs if operation.variant == "weighted" else None

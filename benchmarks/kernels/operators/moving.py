@@ -96,7 +96,7 @@ def core_permute_params(
 
 def triton_move(device: Any, operation: Operation, inputs: Any) -> Callable[[Outputs], Outputs]:
     """A call that enqueues moving the rows by maps."""
-    from paddle_moe_ops.triton.permute import permute
+    from paddle_moe_ops.triton.ops.permute import permute
 
     source, fill = sources(operation, inputs), inputs.problem.fill_padding
 

@@ -116,7 +116,7 @@ def _core_permute_then_quantize(core: CoreCalls, operation: Operation, inputs: I
 
 
 def _triton(device: Any, operation: Operation, inputs: Any) -> Body:
-    from paddle_moe_ops.triton.quantize import quantize
+    from paddle_moe_ops.triton.ops.quantize import quantize
 
     arrays = inputs.x, inputs.token_rows, inputs.row_to_token
     ue8m0, layout = operation.variant == "ue8m0", "col" if operation.variant == "col" else "row"
@@ -130,8 +130,8 @@ def _triton(device: Any, operation: Operation, inputs: Any) -> Body:
 
 
 def _triton_quantize_then_permute(device: Any, operation: Operation, inputs: Any) -> Body:
-    from paddle_moe_ops.triton.permute import permute
-    from paddle_moe_ops.triton.quantize import quantize
+    from paddle_moe_ops.triton.ops.permute import permute
+    from paddle_moe_ops.triton.ops.quantize import quantize
 
     maps, ue8m0 = (inputs.token_rows, inputs.row_to_token), operation.variant == "ue8m0"
     fill = inputs.problem.fill_padding

@@ -56,7 +56,7 @@ def triton_route(
     device: Any, inputs: Any, names: tuple[str, ...], routing: Any, probs: Any, *, by_mask: bool = False
 ) -> Callable[[], Outputs]:
     """A call that enqueues making these maps."""
-    from paddle_moe_ops.triton.route import Routing, route
+    from paddle_moe_ops.triton.ops.route import Routing, route
 
     plan = inputs.problem.plan
     sizes = plan.num_tokens, plan.topk, plan.num_experts, plan.padding_alignment

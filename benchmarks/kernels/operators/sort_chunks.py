@@ -62,7 +62,7 @@ def _core(core: CoreCalls, operation: Operation, inputs: Inputs) -> Body:
 
 
 def _triton(device: Any, operation: Operation, inputs: Any) -> Body:
-    from paddle_moe_ops.triton.sort_chunks import chunk_map, sort_chunks, sort_chunks_backward
+    from paddle_moe_ops.triton.ops.sort_chunks import chunk_map, sort_chunks, sort_chunks_backward
 
     rows, sizes, order = inputs.rows, inputs.chunk_sizes, inputs.chunk_order
 

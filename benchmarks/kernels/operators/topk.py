@@ -54,7 +54,7 @@ def _core(core: CoreCalls, _: Operation, inputs: Inputs) -> Body:
 
 
 def _triton(device: Any, _: Operation, inputs: Any) -> Body:
-    from paddle_moe_ops.triton.topk import topk
+    from paddle_moe_ops.triton.ops.topk import topk
 
     gating, chosen = inputs.gating, inputs.problem.chosen_per_token
     softmax: dict[str, Any] = {"use_sigmoid": False, "renormalize": True, "pre_act": True, "scaling_factor": 1.0}

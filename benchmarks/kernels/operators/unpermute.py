@@ -91,7 +91,7 @@ def _core(core: CoreCalls, operation: Operation, inputs: Inputs) -> Body:
 
 
 def _triton(device: Any, operation: Operation, inputs: Any) -> Body:
-    from paddle_moe_ops.triton.unpermute import unpermute
+    from paddle_moe_ops.triton.ops.unpermute import unpermute
 
     weights = inputs.row_probs if operation.variant == "weighted" else None
     return Body(lambda: {"out": unpermute(device, inputs.rows, inputs.token_rows, weights)})

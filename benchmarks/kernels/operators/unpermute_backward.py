@@ -108,7 +108,7 @@ def _core(core: CoreCalls, operation: Operation, inputs: Inputs) -> Body:
 
 
 def _triton(device: Any, operation: Operation, inputs: Any) -> Body:
-    from paddle_moe_ops.triton.unpermute_backward import unpermute_backward
+    from paddle_moe_ops.triton.ops.unpermute_backward import unpermute_backward
 
     due = _VARIANTS[operation.variant].due
     arrays = (

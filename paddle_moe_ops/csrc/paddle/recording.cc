@@ -20,7 +20,7 @@ namespace {
 
 constexpr char kCapsule[] = "paddle_moe_ops recording";
 
-// In the order of ITEM_BYTES in triton/launching.py.
+// In the order of ITEM_BYTES in triton/launch/device.py.
 constexpr paddle::DataType kDtypes[] = {
     paddle::DataType::FLOAT32,     paddle::DataType::FLOAT16, paddle::DataType::BFLOAT16, paddle::DataType::FLOAT8_E4M3FN,
     paddle::DataType::FLOAT8_E5M2, paddle::DataType::INT32,   paddle::DataType::INT64,    paddle::DataType::BOOL};

@@ -1,10 +1,12 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""TransformerEngine's row_id_map int32 [T, 2E + 1] from a plan, and the row map [T, E] from it. A program per token.
+"""TransformerEngine's row_id_map int32 [T, 2E + 1] from a plan, and the row map [T, E] from it. One program per token.
 
-Column 2E of a line holds n, the rows of the token; columns [0, n) hold these rows in descending order, columns
-[E, E + n) their experts; the rest is -1. Bytes moved: make reads T * K * 4 and the experts of the rows, and writes
-T * (2E + 1) * 4; read reads the entries in use and writes T * E * 4.
+Layout of a line: column 2E contains n, the number of the token's rows; columns [0, n) contain these rows in descending
+order, columns [E, E + n) their experts; the rest is -1.
+
+Bytes moved: make reads 4 * T * K and the experts of the rows, and writes 4 * T * (2E + 1); read loads the entries in
+use and writes 4 * T * E.
 """
 
 from typing import Any
@@ -12,17 +14,17 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .launching import Array, Device, addresses, next_power_of_2
+from ..launch.device import Array, Device, addresses, next_power_of_2
 
 __all__ = ["make_row_id_map", "read_row_id_map"]
 
-_MOST_COLUMNS = 1024  # of a line at a time
-_NO_SUCH_ROW = tl.constexpr(2**31 - 1)  # beyond every buffer
+_MAX_COLUMNS = 1024  # of a line per iteration
+_NO_SUCH_ROW = tl.constexpr(2**31 - 1)  # larger than every buffer
 
 
 @triton.jit
 def _entries(token_rows, row_to_expert, token, first, num_experts, num_rows, K, BLOCK: tl.constexpr):
-    """The rows of a token from its entry ``first`` on, their experts, and which of them count."""
+    """Rows of a token from entry ``first`` on, their experts, and a mask of the valid ones."""
     entry = first + tl.arange(0, BLOCK)
     row = tl.load(token_rows + token * K + entry, mask=entry < K, other=-1)
     is_row = (row >= 0) & (row < num_rows)
@@ -43,6 +45,7 @@ def make_row_id_map_kernel(
     SLOTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """One program per token: counts its valid rows, then stores them from the last place down."""
     token = tl.program_id(0).to(tl.int64)
     line = row_id_map + token * (2 * num_experts + 1)
     count = 0
@@ -73,7 +76,7 @@ def make_row_id_map_kernel(
 def read_row_id_map_kernel(
     row_id_map, pad_offsets, rowmap, num_experts, HAS_OFFSETS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Entries go from the last to the first, one at a time, so that of several at one expert the first stays."""
+    """One program per token. Entries are stored from last to first: of several at one expert the first remains."""
     token = tl.program_id(0).to(tl.int64)
     entries = row_id_map + token * (2 * num_experts + 1)
     line = rowmap + token * num_experts
@@ -97,19 +100,19 @@ def read_row_id_map_kernel(
 def make_row_id_map(
     device: Device, token_rows: Array, row_to_expert: Array, pad_offsets: Array | None, num_experts: int
 ) -> Any:
-    """int32 [T, 2E + 1] of a plan's maps, int32; ``pad_offsets`` int32 [E] are subtracted from the rows."""
+    """int32 [T, 2E + 1] from int32 maps of a plan; ``pad_offsets`` int32 [E] are subtracted from the rows."""
     num_tokens, topk = token_rows.shape
     row_id_map = device.empty([num_tokens, 2 * num_experts + 1], "int32")
     if num_tokens:
         sizes = num_experts, row_to_expert.shape[0], topk
-        constants = pad_offsets is not None, min(next_power_of_2(topk), _MOST_COLUMNS), _columns(num_experts)
+        constants = pad_offsets is not None, min(next_power_of_2(topk), _MAX_COLUMNS), _columns(num_experts)
         arguments = *addresses(token_rows, row_to_expert, pad_offsets, row_id_map), *sizes
         device.launch(make_row_id_map_kernel, num_tokens, (*["*i32"] * 4, *["i32"] * 3), arguments, constants, 1)
     return row_id_map
 
 
 def read_row_id_map(device: Device, row_id_map: Array, pad_offsets: Array | None) -> Any:
-    """int32 [T, E]: the row of each pair, negative without one; rows that 31 bits do not hold are 2^31 - 1.
+    """int32 [T, E]: the row of each pair, negative without one; rows that 31 bits cannot represent are 2^31 - 1.
 
     Counts are clamped to [0, E], experts out of range are ignored, and of several entries at one expert the first
     counts. ``pad_offsets`` int32 [E] are added to the rows.
@@ -124,4 +127,4 @@ def read_row_id_map(device: Device, row_id_map: Array, pad_offsets: Array | None
 
 
 def _columns(num_experts: int) -> int:
-    return min(next_power_of_2(num_experts), _MOST_COLUMNS)
+    return min(next_power_of_2(num_experts), _MAX_COLUMNS)

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a call launches, found out by the call itself on a device that launches nothing."""
+"""Dry run: lists the kernels that a call would launch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from .hopper_product import LibraryKernel
-from .launching import ITEM_BYTES, Array, Device, address, blocks
+from ..hopper_product import LibraryKernel
+from .device import ITEM_BYTES, Array, Device, address, cdiv
 
-__all__ = ["Outline", "StandIn"]
+__all__ = ["DryRun", "FakeArray"]
 
-_ALIGNMENT = 256  # of new memory, as frameworks give it
+_ALIGNMENT = 256  # alignment of new memory in frameworks
 
 
-class StandIn:
+class FakeArray:
     """An array without memory."""
 
     def __init__(self, shape: Sequence[int], dtype: str, start: int) -> None:
@@ -26,11 +26,11 @@ class StandIn:
         return self._start
 
 
-class Outline:
-    """A `launching.Device` for which launchers decide as for another one.
+class DryRun:
+    """A `device.Device` that launches nothing and leads launchers to the decisions that they make for another device.
 
     Attributes:
-        launches: what was launched, in order; the library's kernels are named so.
+        launches: names of the kernels, in order; "of the library" follows the names of the library's kernels.
     """
 
     def __init__(self, device: Device) -> None:
@@ -40,19 +40,19 @@ class Outline:
         self.launches: list[str] = []
         self._end = _ALIGNMENT
 
-    def empty(self, shape: Sequence[int], dtype: str) -> StandIn:
+    def empty(self, shape: Sequence[int], dtype: str) -> FakeArray:
         start = self._end
-        self._end += max(blocks(math.prod(shape) * ITEM_BYTES[dtype], _ALIGNMENT), 1) * _ALIGNMENT
-        return StandIn(shape, dtype, start)
+        self._end += max(cdiv(math.prod(shape) * ITEM_BYTES[dtype], _ALIGNMENT), 1) * _ALIGNMENT
+        return FakeArray(shape, dtype, start)
 
     def dtype_name(self, array: Any) -> str:
-        return array.dtype if isinstance(array, StandIn) else self._device.dtype_name(array)
+        return array.dtype if isinstance(array, FakeArray) else self._device.dtype_name(array)
 
     def row_stride(self, array: Any) -> int:
-        return array.shape[1] if isinstance(array, StandIn) else self._device.row_stride(array)
+        return array.shape[1] if isinstance(array, FakeArray) else self._device.row_stride(array)
 
-    def reshape(self, array: Any, shape: Sequence[int]) -> StandIn:
-        return StandIn(shape, self.dtype_name(array), address(array))
+    def reshape(self, array: Any, shape: Sequence[int]) -> FakeArray:
+        return FakeArray(shape, self.dtype_name(array), address(array))
 
     def read_int(self, array: Array, index: int) -> int:
         raise NotImplementedError("nothing is read")

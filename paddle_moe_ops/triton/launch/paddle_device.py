@@ -1,12 +1,11 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Triton on Paddle's tensors, devices and streams; the only module that touches Triton's drivers.
+"""Triton on Paddle's tensors, devices and streams; the only module that uses Triton's drivers.
 
-Triton asks a process-wide driver for the current device and stream, and that driver asks PyTorch. PyTorch may be
-missing, or be there with streams of its own. So a kernel is compiled and loaded under a driver of ours, which asks
-Paddle and is put in place for that time only; a launch names its stream itself and needs no driver at all. Where no
-one has set a driver yet, ours is used during a launch: newer versions of Triton look at it even so, and would make
-PyTorch's.
+Triton asks a process-wide driver for the current device and stream, and that driver asks PyTorch, which may be missing
+or have streams of its own. So a kernel is compiled and loaded under our driver, which asks Paddle and is active for
+that time only. A launch names its stream itself and needs no driver. If no driver is active, ours is during a launch:
+newer versions of Triton read it anyway, and would create PyTorch's.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from typing import Any, NamedTuple
 import paddle
 from paddle import Tensor
 
-from .handles import Handles
-from .native_recording import Driver, Functions, Repeater
+from ..native_recording import Driver, Functions, Repeater
+from .kernel_cache import KernelCache
 
 __all__ = ["Library", "PaddleDevice", "cannot_run_on", "device_of", "unavailable"]
 
 _OLDEST_TRITON = (3, 2)
 _OLDEST_CAPABILITY = (8, 0)
-RIG = "cuda_rig"  # a plug-in's name for NVIDIA GPUs under a CPU build of Paddle (tools/gpu_rig)
+RIG = "cuda_rig"  # name of the plug-in for NVIDIA GPUs under a CPU build of Paddle (tools/gpu_rig)
 
 _CAPABILITY_ATTRIBUTES = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 _NO_CONTEXT = contextlib.nullcontext()
@@ -40,17 +39,17 @@ _lock = threading.RLock()
 
 
 def _is_nvidia_gpu(place: Any) -> bool:
-    """Whether these kernels can run on tensors there."""
+    """True if these kernels can run on tensors at a place."""
     return place.is_gpu_place() or (place.is_custom_place() and place.custom_device_type() == RIG)
 
 
 def unavailable() -> str | None:
-    """Why no Triton kernel can run in this process, or None."""
+    """The reason why no Triton kernel can run in this process, or None."""
     return _no_gpu() or _no_triton() or _no_fit_gpu()
 
 
 def cannot_run_on(tensor: Tensor) -> str | None:
-    """Why no kernel can run on a tensor, where kernels can run in this process, or None."""
+    """The reason why no kernel can run on a tensor in a process where kernels run, or None."""
     place = tensor.place
     if _is_nvidia_gpu(place):
         return _unfit_gpu(_index_of(place))
@@ -82,7 +81,7 @@ def _no_triton() -> str | None:
 
 def _no_fit_gpu() -> str | None:
     try:
-        reasons = [_unfit_gpu(index) for index in range(_Cuda.get().device_count)]
+        reasons = [_unfit_gpu(index) for index in range(_CudaDriver.get().device_count)]
     except (OSError, RuntimeError) as error:
         return f"the NVIDIA driver cannot be asked for the GPU: {error}"
     return None if None in reasons else reasons[0]
@@ -90,14 +89,14 @@ def _no_fit_gpu() -> str | None:
 
 @functools.cache
 def _unfit_gpu(index: int) -> str | None:
-    capability = _Cuda.get().capability(index)
+    capability = _CudaDriver.get().capability(index)
     if capability >= _OLDEST_CAPABILITY:
         return None
     return f"the GPU must have compute capability 8.0 or newer, but has {capability[0]}.{capability[1]}"
 
 
-class _Cuda:
-    """The few functions of the CUDA driver that neither Paddle nor Triton offers on every place."""
+class _CudaDriver:
+    """The functions of the CUDA driver that neither Paddle nor Triton offers at every place."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
@@ -109,8 +108,8 @@ class _Cuda:
 
     @staticmethod
     @functools.cache
-    def get() -> _Cuda:
-        return _Cuda()
+    def get() -> _CudaDriver:
+        return _CudaDriver()
 
     @staticmethod
     def _check(status: int) -> None:
@@ -126,7 +125,7 @@ class _Cuda:
         return found[0], found[1]
 
     def _primary(self, device: int) -> int:
-        """The primary context of a device, which is the one of the CUDA runtime and Paddle; kept from then on."""
+        """Primary context of a device, which the CUDA runtime and Paddle use; retained from then on."""
         context = self._primaries.get(device)
         if context is None:
             found = ctypes.c_void_p()
@@ -140,11 +139,11 @@ class _Cuda:
         return found.value or 0
 
     def is_current(self, device: int) -> bool:
-        """Whether launches of this thread go to a device."""
+        """True if launches of this thread reach a device."""
         return self._current() == self._primary(device)
 
-    def launching(self, device: int) -> Driver:
-        """What launches by the library need."""
+    def launch_functions(self, device: int) -> Driver:
+        """Driver functions for launches by the library."""
         functions = self._library.cuCtxGetCurrent, self._library.cuLaunchKernel, self._library.cuGetErrorString
         current, launch, text = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
 
@@ -183,25 +182,25 @@ def _make_driver(device: int, stream: Callable[[], int]) -> Any:
     from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 
     class PaddleDriver(CudaDriver):
-        def __init__(self) -> None:  # without that of CudaDriver, which imports torch
+        def __init__(self) -> None:  # not CudaDriver's, which imports torch
             self.utils = CudaUtils()
             self.launcher_cls = CudaLauncher
             self.get_current_device = lambda: device
             self.get_current_stream = lambda _: stream()
             self.set_current_device = lambda _: None
-            self.get_device_capability = _Cuda.get().capability
+            self.get_device_capability = _CudaDriver.get().capability
 
     return PaddleDriver()
 
 
 class Library(NamedTuple):
-    """What the compiled library has for a device; None: it does not.
+    """Kernels and functions of the compiled library for a device; None: missing.
 
     Attributes:
         grouped_product: a `hopper_product.LibraryKernel`.
         grouped_outer: another one.
         grouped_float8: two more, those of `hopper_float8`.
-        functions: what repeats recorded calls.
+        functions: functions that repeat recorded calls.
     """
 
     grouped_product: Any = None
@@ -214,37 +213,37 @@ _NO_LIBRARY = Library()
 
 
 class PaddleDevice:
-    """A `launching.Device`: memory and streams of Paddle on one GPU. Made by `device_of`.
+    """A `device.Device`: memory and streams of Paddle on one GPU. Returned by `device_of`.
 
     Args:
-        place: of the tensors.
-        index: of the GPU.
-        stream: the handle of Paddle's current stream there.
-        library: what the compiled library has for it.
+        place: place of the tensors.
+        index: index of the GPU.
+        stream: returns the handle of Paddle's current stream there.
+        library: kernels and functions of the compiled library for it.
 
     Attributes:
-        recordings: of `recording.recorded`.
-        native: what repeats them without Python, or None.
+        recordings: recordings of `recording.recorded`.
+        native: repeats them without Python, or None.
     """
 
     def __init__(self, place: Any, index: int, stream: Callable[[], int], library: Library = _NO_LIBRARY) -> None:
         self._place = place
         self._index = index
         self.stream = stream
-        self._handles = Handles(self._compiling)
-        self.compiled, self.run = self._handles.compiled, self._handles.run
+        self._kernels = KernelCache(self._compiling)
+        self.compiled, self.run = self._kernels.compiled, self._kernels.run
         self.recordings: dict[Any, Any] = {}
-        self._several_gpus = _Cuda.get().device_count > 1
+        self._several_gpus = _CudaDriver.get().device_count > 1
         self.grouped_product, self.grouped_outer, self.grouped_float8, functions = library
-        self.native = None if functions is None else Repeater(functions, _Cuda.get().launching(index))
+        self.native = None if functions is None else Repeater(functions, _CudaDriver.get().launch_functions(index))
 
     @functools.cached_property
     def _driver(self) -> Any:
         return _make_driver(self._index, self.stream)
 
     @contextlib.contextmanager
-    def _in_place(self) -> Iterator[None]:
-        """Our driver as the active one; then again whichever it was, or none."""
+    def _active(self) -> Iterator[None]:
+        """Our driver as the active one; afterwards the previous one, or none."""
         with _lock:
             before = _active_driver()
             _drivers().set_active(self._driver)
@@ -255,7 +254,7 @@ class PaddleDevice:
 
     @contextlib.contextmanager
     def _compiling(self) -> Iterator[None]:
-        with _Cuda.get().current(self._index), self._in_place():
+        with _CudaDriver.get().current(self._index), self._active():
             yield
 
     def empty(self, shape: Sequence[int], dtype: str) -> Tensor:
@@ -265,7 +264,7 @@ class PaddleDevice:
         return _names()[array.dtype]
 
     def row_stride(self, array: Tensor) -> int:
-        strides = getattr(array, "strides", None)  # Paddle 2 has none and knows contiguous tensors only
+        strides = getattr(array, "strides", None)  # Paddle 2 has none: all its tensors are contiguous
         return strides[0] if strides else array.shape[1]
 
     def reshape(self, array: Tensor, shape: Sequence[int]) -> Tensor:
@@ -279,32 +278,32 @@ class PaddleDevice:
     ) -> None:
         what = self.stream(), kernel, programs, types, arguments, constants, warps
         with self.ready():
-            self._handles.launch(*what)
+            self._kernels.launch(*what)
 
     def ready(self) -> AbstractContextManager:
-        """The context in which launches of this thread go to this device."""
-        elsewhere = self._several_gpus and not _Cuda.get().is_current(self._index)
+        """The context in which launches of this thread reach this device."""
+        elsewhere = self._several_gpus and not _CudaDriver.get().is_current(self._index)
         driver_missing = _active_driver() is None
-        if not elsewhere and not driver_missing:  # no context is made for nothing: it would double the time of a launch
+        if not elsewhere and not driver_missing:  # an empty ExitStack would double the time of a launch
             return _NO_CONTEXT
         contexts = contextlib.ExitStack()
         if elsewhere:
-            contexts.enter_context(_Cuda.get().current(self._index))
+            contexts.enter_context(_CudaDriver.get().current(self._index))
         if driver_missing:
-            contexts.enter_context(self._in_place())
+            contexts.enter_context(self._active())
         return contexts
 
 
 @functools.cache
 def _drivers() -> Any:
-    """Where Triton keeps the active driver."""
+    """The module that holds Triton's active driver."""
     from triton.runtime import driver
 
     return driver
 
 
 def _active_driver() -> Any:
-    """The driver that somebody has set, or None."""
+    """The active driver, or None."""
     return vars(_drivers()).get("_active")
 
 
@@ -328,11 +327,12 @@ def _index_of(place: Any) -> int:
 
 
 def device_of(tensor: Tensor, library: Callable[[], Library] = Library) -> PaddleDevice:
-    """The device that a tensor lies on; `cannot_run_on` must give None for it, or for one of the call before.
+    """The device that contains a tensor; `cannot_run_on` must have returned None for it, or for one of the previous
+    call.
 
     Args:
         tensor: any.
-        library: gives what the compiled library has; asked once for each device.
+        library: returns kernels and functions of the compiled library; called once per device.
     """
     place = tensor.place
     is_gpu, index = place.is_gpu_place(), _index_of(place)

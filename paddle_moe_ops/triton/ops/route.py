@@ -1,39 +1,32 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Routing: the launches that make the maps of a plan; `route_kernels` says what each of them does."""
+"""Routing: launches that compute the maps of a plan; `route_kernels` describes the kernels."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any, NamedTuple
 
-from .launching import CALLS_KEPT, Array, Device, addresses, blocks, next_power_of_2
-from .route_kernels import (
-    count_kernel,
-    maps_kernel,
-    mask_to_ids_kernel,
-    offsets_kernel,
-    prefix_kernel,
-    route_kernel,
-)
+from ..launch.device import MAX_CACHED_CALLS, Array, Device, addresses, cdiv, next_power_of_2
+from .route_kernels import count_kernel, maps_kernel, mask_to_ids_kernel, offsets_kernel, prefix_kernel, route_kernel
 
 __all__ = ["ONE_PROGRAM", "Maps", "Routing", "route"]
 
-# What one program does in one launch, if it is not more than this.
+# Limits up to which one program in one launch computes all maps.
 ONE_PROGRAM = 256  # slots
 _ONE_PROGRAM_ROWS = 8192
 _ONE_PROGRAM_ROWMAP = 65536
 _TILE = 256
 _STEP = 32
-_MOST_BINS = 1024
+_MAX_BINS = 1024
 _FEW_EXPERTS = 32
 _FILL = 1024
 _ROWMAP_FILL = 4096
-_MOST_ROWS = 2**31 - 1
+_MAX_ROWS = 2**31 - 1
 
 
 class Routing(NamedTuple):
-    """What is routed, and how."""
+    """The routing of a call and its options."""
 
     routing: Array  # int32 or int64 [T, K], or bool [T, E]
     probs: Array | None  # float32 in the shape of routing
@@ -50,7 +43,7 @@ class Routing(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """The ten tensors of a plan in its order, and the row map [T, E] if it was asked for."""
+    """The ten tensors of a plan in its order, and the row map [T, E] if it is wanted."""
 
     slot_to_row: Any
     token_rows: Any
@@ -66,7 +59,7 @@ class Maps(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A launch but for its arrays."""
+    """A launch without its arrays."""
 
     programs: int
     types: tuple[str, ...]
@@ -76,10 +69,10 @@ class _Part(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What follows from the sizes of a routing."""
+    """Launches and workspace of a routing; a function of its sizes."""
 
-    in_one_program: bool  # if the rows, whose number may not be known yet, are not too many
-    one: _Part  # route_kernel, but for the last of the sizes, which is the number of rows; so are these:
+    in_one_program: bool  # unless there are too many rows, whose number may not be known yet
+    one: _Part  # route_kernel; `route` appends the number of rows to the sizes
     counting: _Part
     prefix: _Part
     offsets: _Part
@@ -88,19 +81,19 @@ class _Call(NamedTuple):
     experts_at: int
     before_at: int
     totals_at: int
-    workspace: int  # of one program, in int64
+    workspace: int  # of one program, in int64 elements
     whole_workspace: int
 
 
-@functools.lru_cache(CALLS_KEPT)
+@functools.lru_cache(MAX_CACHED_CALLS)
 def _call(
     ids_type: str, tokens: int, topk: int, experts: int, alignment: int, dedupe: bool, flags: tuple[bool, bool, bool]
 ) -> _Call:
-    """``flags``: whether there are probabilities, a mask, and a row map to make."""
+    """``flags``: whether there are probabilities, a mask, and a row map to write."""
     slots, rowmap_size = tokens * topk, tokens * experts if flags[2] else 0
-    bins = min(max(next_power_of_2(experts), 32), _MOST_BINS)
+    bins = min(max(next_power_of_2(experts), 32), _MAX_BINS)
     few_experts = next_power_of_2(experts) if experts <= _FEW_EXPERTS else 0
-    tiles, width = blocks(slots, _TILE), 8 if experts <= 1024 else 32
+    tiles, width = cdiv(slots, _TILE), 8 if experts <= 1024 else 32
     in_one_program = slots <= ONE_PROGRAM and rowmap_size <= _ONE_PROGRAM_ROWMAP
     tile = max(next_power_of_2(slots), _STEP) if in_one_program else 0
     experts_at = 8 * (experts + 1)
@@ -116,14 +109,14 @@ def _call(
             4,
         ),
         _Part(
-            tiles + blocks(rowmap_size, _ROWMAP_FILL),
+            tiles + cdiv(rowmap_size, _ROWMAP_FILL),
             (ids_type, "*i32", "*i32", "*i32:16", *["i32"] * 4, "i64"),
             (slots, experts, tiles, topk, rowmap_size),
             (dedupe, bins, _TILE, _ROWMAP_FILL),
             4,
         ),
         _Part(
-            blocks(experts, width),
+            cdiv(experts, width),
             ("*i32", "*i32", "i32", "i32"),
             (tiles, experts),
             (min(max(next_power_of_2(tiles), 16), 8192 // width), width),
@@ -140,19 +133,19 @@ def _call(
         experts_at,
         before_at,
         totals_at,
-        blocks(before_at, 8),
-        blocks(totals_at + 4 * experts, 8),
+        cdiv(before_at, 8),
+        cdiv(totals_at + 4 * experts, 8),
     )
 
 
 def route(device: Device, problem: Routing, num_rows: int | None, *, with_rowmap: bool = False) -> Maps:
-    """Make the maps of a plan.
+    """Compute the maps of a plan.
 
     Args:
-        device: where to.
+        device: allocates and launches.
         problem: the routing.
-        num_rows: N, or None: the sum of the padded segments, which is read back (the host waits for the device).
-        with_rowmap: make Paddle's row map, too.
+        num_rows: N, or None: the sum of the padded segments, read back from the device (the host waits for it).
+        with_rowmap: compute Paddle's row map, too.
 
     Raises:
         ValueError: N would not fit into int32.
@@ -165,7 +158,7 @@ def route(device: Device, problem: Routing, num_rows: int | None, *, with_rowmap
     sizes = [device.empty(shape, "int32") for shape in ([experts], [experts + 1], [experts], [])]
     rowmap = device.empty([tokens, experts], "int32") if with_rowmap else None
     if call.in_one_program and num_rows is not None and num_rows <= _ONE_PROGRAM_ROWS:
-        workspace = device.empty([call.workspace], "int64")  # which lives until after the launch
+        workspace = device.empty([call.workspace], "int64")  # alive until after the launch
         starts = workspace.data_ptr()
         experts_of_slots = starts + call.experts_at
         maps = _empty_maps(device, problem, num_rows)
@@ -179,17 +172,17 @@ def route(device: Device, problem: Routing, num_rows: int | None, *, with_rowmap
     if call.counting.programs:
         _launch(device, count_kernel, call.counting, *addresses(ids), experts_of_slots, before, *addresses(rowmap))
     _launch(device, prefix_kernel, call.prefix, before, totals)
-    limit = _MOST_ROWS if num_rows is None else num_rows
+    limit = _MAX_ROWS if num_rows is None else num_rows
     _launch(device, offsets_kernel, call.offsets, totals, starts, *addresses(*sizes), num_rows=limit)
     if num_rows is None:
         num_rows = device.read_int(workspace, experts)
-        if num_rows > _MOST_ROWS:
+        if num_rows > _MAX_ROWS:
             raise ValueError(
                 "padding_alignment must give a buffer of fewer than 2^31 rows, "
                 f"but {problem.alignment} gives {num_rows}"
             )
     maps = _empty_maps(device, problem, num_rows)
-    part = call.maps._replace(programs=call.maps.programs + blocks(num_rows, _FILL))
+    part = call.maps._replace(programs=call.maps.programs + cdiv(num_rows, _FILL))
     if part.programs:
         by_row = addresses(sizes[2], problem.probs, *maps, rowmap)
         _launch(device, maps_kernel, part, experts_of_slots, before, starts, *by_row, num_rows=num_rows)
@@ -202,7 +195,7 @@ def _launch(device: Device, kernel: Any, part: _Part, *arrays: int, num_rows: in
 
 
 def _ids(device: Device, problem: Routing) -> tuple[Any, str]:
-    """The ids and the type of their pointer; those of a mask are made here."""
+    """The ids and their pointer type; a mask is converted to ids by a launch."""
     if not problem.is_mask:
         return problem.routing, "*i64" if device.dtype_name(problem.routing) == "int64" else "*i32"
     ids = device.empty([problem.num_tokens, problem.topk], "int32")
@@ -212,7 +205,7 @@ def _ids(device: Device, problem: Routing) -> tuple[Any, str]:
             problem.num_tokens,
             ("*i8", "*i32", "i32", "i32", "i32"),
             (*addresses(problem.routing, ids), problem.num_tokens, problem.num_experts, problem.topk),
-            (min(max(next_power_of_2(problem.num_experts), 32), _MOST_BINS),),
+            (min(max(next_power_of_2(problem.num_experts), 32), _MAX_BINS),),
             1,
         )
     return ids, "*i32"

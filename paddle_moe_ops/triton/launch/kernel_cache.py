@@ -1,10 +1,9 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Launching compiled kernels without Triton's dispatch.
+"""Cache of compiled kernels: launches without Triton's dispatch.
 
-``kernel[grid](...)`` looks at every argument of every call to find the code that was compiled for it, which costs more
-than a small kernel takes. Here the launchers say what a call depends on (types, constants, warps), so a dictionary
-leads from a call to its code.
+``kernel[grid](...)`` inspects every argument of every call to find the compiled code, which takes longer than a small
+kernel. Launchers state what the code depends on (types, constants, warps), so one dictionary lookup finds it.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from .hopper_product import LibraryKernel
+from ..hopper_product import LibraryKernel
 
-__all__ = ["Handles"]
+__all__ = ["KernelCache"]
 
-# Triton compiles for what it can tell from an example: multiples of 16, ones and sizes beyond 32 bits.
+# Triton specialises code by example values: multiples of 16, 1, and sizes beyond 32 bits.
 _EXAMPLES = {"i32": 3, "i64": 2**40 + 3}
 
 
 class _Example:
-    """Stands for a tensor while a kernel is compiled: an address that is aligned or is not, and a dtype."""
+    """A placeholder for a tensor while a kernel compiles: an aligned or unaligned address, and a dtype."""
 
     def __init__(self, kind: str) -> None:
         self.dtype, _, aligned = kind.removeprefix("*").partition(":")
@@ -32,11 +31,11 @@ class _Example:
         return self.address
 
 
-class Handles:
+class KernelCache:
     """The compiled kernels of one device.
 
     Args:
-        compiling: makes the context in which Triton compiles and loads a kernel.
+        compiling: returns the context in which Triton compiles and loads a kernel.
     """
 
     def __init__(self, compiling: Callable[[], AbstractContextManager] = nullcontext) -> None:
@@ -53,11 +52,11 @@ class Handles:
         constants: tuple,
         warps: int,
     ) -> None:
-        """As `launching.Device.launch`, on a stream of the current device."""
+        """`device.Device.launch` on a stream of the current device."""
         self.run(self.compiled(kernel, types, constants, warps), stream, programs, (*arguments, *constants))
 
     def compiled(self, kernel: Any, types: tuple[str, ...], constants: tuple, warps: int) -> Any:
-        """A kernel for arguments of these types and for these constants, which `run` takes."""
+        """The compiled kernel for these argument types and constants, an argument of `run`."""
         key = (kernel, types, constants, warps)
         found = self._compiled.get(key)
         if found is None:
@@ -66,7 +65,7 @@ class Handles:
 
     @staticmethod
     def run(compiled: Any, stream: int, programs: int, arguments: Sequence[Any]) -> None:
-        """Enqueue a kernel on a stream of the current device; the constants come after the other arguments."""
+        """Enqueue a kernel on a stream of the current device; constants follow the other arguments."""
         compiled.run(
             programs,
             1,
@@ -74,7 +73,7 @@ class Handles:
             stream,
             compiled.function,
             compiled.packed_metadata,
-            None,  # what hooks would get, and the hooks
+            None,  # argument of the launch hooks, and the hooks
             None,
             None,
             *arguments,
@@ -83,7 +82,7 @@ class Handles:
     def _compile(self, kernel: Any, types: tuple[str, ...], constants: tuple, warps: int) -> Any:
         examples = [_Example(kind) if kind.startswith("*") else _EXAMPLES[kind] for kind in types]
         with self._compiling():
-            # Without fusion: where a multiplication and an addition are one, the source says so.
+            # Without fusion: fused multiply-adds are explicit in the source.
             compiled = kernel.warmup(*examples, *constants, grid=(1,), num_warps=warps, enable_fp_fusion=False)
             _ = compiled.run  # loads the code
         return compiled

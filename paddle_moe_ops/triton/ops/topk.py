@@ -1,12 +1,17 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="assignment"
-"""The router's top-k and its gradient: a program per token, which holds all of its experts.
+"""The router's top-k and its backward: one program per token, all experts of the token in registers.
 
-Experts lie as [G, S], groups by members, each filled up to a power of two. A value becomes an int32 in the order of
-choice and, with its expert below it, an int64 candidate, of which the highest is taken K times. The arithmetic is that
-of the core but for the order of sums: exponentials have the same bits. Moves T * E elements and T * K ids and weights,
-with the scores T * E elements more; the gradient reads and writes T * E elements.
+    topk       ids = K highest of logits (+ bias), grouped or not; weights = scores of these, normalised and scaled
+    backward   d_gating from d_weights and d_scores
+
+Layout: gating [T, E], any row stride; experts as a tile [GROUPS, MEMBERS], each side padded to a power of two. A value
+becomes an order-preserving int32 and, with its expert in the low half, an int64 candidate; K max-reductions select.
+Arithmetic is that of the C++ core except for the order of sums: exponentials have the same bits.
+
+Bytes moved: T * E elements, T * K ids and weights, and T * E elements of scores; backward reads and writes T * E
+elements.
 """
 
 import struct
@@ -15,8 +20,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .launching import Array, Device, address, next_power_of_2
-from .sums import CARRIERS, rounded, widened
+from ..launch.device import Array, Device, address, next_power_of_2
+from .numerics import CARRIERS, rounded, widened
 
 __all__ = ["topk", "topk_backward"]
 
@@ -32,7 +37,7 @@ _DOWN = tl.constexpr(float.fromhex("0x1p-100"))
 
 @triton.jit
 def _exp_minus(x):
-    """exp(-|x|), as csrc/common/scoring.h has it."""
+    """exp(-|x|), equal to csrc/common/scoring.h."""
     x = -tl.where(tl.abs(x) > 104.0, 104.0, tl.abs(x))
     shifted = x * _LOG2_E + _SHIFTER
     n = shifted - _SHIFTER
@@ -63,7 +68,7 @@ def _slope(x):
 
 @triton.jit
 def _highest_and_mass(logits, mask):
-    """What a softmax over all places of the mask needs: the highest logit and the sum of the exponentials."""
+    """Softmax over all places of the mask: the highest logit and the sum of the exponentials."""
     places: tl.constexpr = logits.numel
     flat = tl.reshape(tl.where(mask, logits, -float("inf")), [places])
     highest = tl.max(flat, axis=0)
@@ -83,7 +88,7 @@ def _rounded_score(logits, highest, mass, USE_SIGMOID: tl.constexpr, DTYPE: tl.c
 
 @triton.jit
 def _divisor(total):
-    """What weights with this sum are divided by; it can be subnormal, so that only quotients by it stay in range."""
+    """Divisor of weights with this sum. It can be subnormal, so use it in quotients only."""
     return tl.where(total == 0.0, 1.0, total)
 
 
@@ -125,6 +130,7 @@ def topk_kernel(
     MEMBERS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
+    """One program per token: group selection, expert selection, then the weights of the chosen experts."""
     token = tl.program_id(0).to(tl.int64)
     size = num_experts // num_groups
     group, member = tl.arange(0, GROUPS)[:, None], tl.arange(0, MEMBERS)[None, :]
@@ -150,7 +156,7 @@ def topk_kernel(
         sums = tl.zeros([GROUPS], tl.float32)
         for rank in range(scores_per_group):
             best = tl.max(remaining, axis=1)
-            # The first value as it is: 0 + -0 would be another number than -0, though an equal one.
+            # The first value is copied: 0 + -0 would turn -0 into 0.
             sums = tl.where(rank == 0, _value_of(best), sums + _value_of(best))
             remaining = tl.where(remaining == best[:, None], _NONE, remaining)
         places = tl.arange(0, GROUPS)
@@ -201,7 +207,7 @@ def topk_backward_kernel(
     EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """All experts first; those that were chosen are written once more."""
+    """One program per token: stores all experts, then the chosen ones again after a barrier."""
     token = tl.program_id(0).to(tl.int64)
     expert, slots = tl.arange(0, EXPERTS), tl.arange(0, SLOTS)
     inside = expert < num_experts
@@ -228,7 +234,7 @@ def topk_backward_kernel(
     divisor = tl.full([SLOTS], 1.0, tl.float32)
     if RENORMALIZE:
         divisor = _divisor(tl.sum(weight, axis=0)) + tl.zeros_like(weight)
-        # Of the quotients, so that a single weight, which is 1, has a gradient of exactly 0.
+        # Subtract by quotients: a single weight, which is 1, then has a gradient of exactly 0.
         d_weight = d_weight - tl.sum(d_weight * tl.div_rn(weight, divisor), axis=0)
 
     if USE_SIGMOID:
@@ -255,7 +261,7 @@ def topk_backward_kernel(
 
 
 def _factor_bits(factor: float) -> int:
-    """The bits of a float32: launches take integers."""
+    """Bits of a float32: launches accept integers."""
     return struct.unpack("<i", struct.pack("<f", factor))[0]
 
 
@@ -278,21 +284,21 @@ def topk(
     scaling_factor: float,
     return_scores: bool,
 ) -> tuple[Any, Any, Any]:
-    """weights [T, K], int64 ids [T, K] and scores [T, E], or [0] where they are not wanted.
+    """weights [T, K], int64 ids [T, K] and scores [T, E], or [0] if they are not wanted.
 
     Args:
-        device: where to.
+        device: allocates and launches.
         gating: [T, E] float32, float16 or bfloat16.
-        bias: float32 [E] to choose by, or None.
+        bias: float32 [E], added for the choice only, or None.
         top_k: K.
         use_sigmoid: sigmoid, not softmax.
         renormalize: divide weights by their sum.
         pre_act: choose by scores, not by logits.
         num_groups: groups of E / num_groups experts.
         topk_groups: groups that are kept.
-        scores_per_group: values that a group is ranked by.
-        scaling_factor: of the weights.
-        return_scores: make the scores.
+        scores_per_group: values that rank a group.
+        scaling_factor: factor of the weights.
+        return_scores: compute the scores.
     """
     num_tokens, num_experts = gating.shape
     dtype = device.dtype_name(gating)
@@ -337,9 +343,9 @@ def topk_backward(
     """The gradient of the logits, [T, E] of the dtype of ``gating``.
 
     Args:
-        device: where to.
-        gating: as `topk` got it.
-        ids: int64 [T, K], as `topk` made them.
+        device: allocates and launches.
+        gating: the input of `topk`.
+        ids: int64 [T, K], from `topk`.
         d_weights: [T, K] gradient of the weights.
         d_scores: [T, E] gradient of the scores, or None.
         use_sigmoid: as in `topk`, like the others.

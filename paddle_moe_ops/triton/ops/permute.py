@@ -1,12 +1,19 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows to expert order: each source row is read once and written to its K rows.
+"""Permute: copies each token's row to its K rows in expert order. Memory-bound.
 
-rows[token_rows[t, :]] = x[t], scales alike; rows without a token (row_to_token < 0) are zeroed by further programs of
-the same launch. A launch may make a window of the rows, or a window of their columns, in a buffer of that size. One
-program moves BLOCK words of one token; a word is an integer as wide as address and row size allow, so bits survive
-whatever the dtype. It moves (T + N) * H * itemsize bytes, and 4 * (T * K + N) of maps. A launch for a window can make
-`row_sums` as well.
+    rows[token_rows[t, k]] = x[t]      for every k before the first -1; scales alike
+    rows[r] = 0                        for padding, row_to_token[r] < 0
+
+Layout: x [T, H], last dimension contiguous, any row stride; rows [N, H] packed; token_rows int32 [T, W]; row_to_token
+int32 [N]; scales are 32-bit. Data move as integer words, as wide as addresses and row bytes allow, so bits survive for
+every dtype.
+
+Mapping: COLUMN_BLOCKS programs per token. Each loads BLOCK words of x once and stores them up to W times,
+ROWS_PER_ROUND rows per round. Further programs of the same launch zero the padding, FILL rows each. A launch for a
+chunk computes a range of rows or of columns into a buffer of that size, and can append the programs of `row_sums`.
+
+Bytes moved: (T + N) * H * itemsize, and 4 * (T * K + N) of maps.
 """
 
 import functools
@@ -15,30 +22,30 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .configs import Config, permute_config, rows_at_once
-from .launching import (
-    CALLS_KEPT,
+from ..launch.device import (
     ITEM_BYTES,
+    MAX_CACHED_CALLS,
     Array,
+    CopyWords,
     Device,
-    Words,
     addresses,
-    blocks,
-    low_bits,
+    alignment_bits,
+    cdiv,
+    copy_words,
     next_power_of_2,
-    words_of,
 )
+from .configs import Config, permute_config, rows_per_round
+from .numerics import load_row_ids
 from .row_sums import RowSums, sum_rows
-from .sums import load_indices
 
-__all__ = ["FILL_BLOCK", "fill_kernel", "permute", "permute_window", "zero_rows"]
+__all__ = ["FILL_BLOCK", "fill_kernel", "permute", "permute_chunk", "zero_padding"]
 
-FILL_BLOCK = 128  # rows that one program looks at for padding
+FILL_BLOCK = 128  # rows that one program checks for padding
 
 
 @triton.jit
-def zero_rows(row_to_token, rows, first, num_rows, width, columns, inside, word: tl.constexpr, ROWS: tl.constexpr):
-    """Zeros in the given columns of those of ROWS rows that no token has."""
+def zero_padding(row_to_token, rows, first, num_rows, width, columns, inside, word: tl.constexpr, ROWS: tl.constexpr):
+    """Store zeros to the given columns of ROWS rows, where row_to_token < 0."""
     index = first + tl.arange(0, ROWS)
     tokens = tl.load(row_to_token + index, mask=index < num_rows, other=0)
     if tl.min(tokens, axis=0) < 0:
@@ -70,7 +77,7 @@ def permute_kernel(
     FILL_ROWS: tl.constexpr,
     FILL_SCALES: tl.constexpr,
     HAS_END: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    ROWS_PER_ROUND: tl.constexpr,
     COLUMN_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -78,9 +85,10 @@ def permute_kernel(
     SCALE_VECTOR: tl.constexpr,
     FILL: tl.constexpr,
 ):
-    """COLUMN_BLOCKS programs per token, then as many per FILL rows. The rows are those from ``first_row`` on.
+    """COLUMN_BLOCKS programs per token, then COLUMN_BLOCKS per FILL rows. Row 0 of ``rows`` is row ``first_row`` of
+    all.
 
-    HAS_END: those from row ``rows_end[0]`` on are not filled.
+    With HAS_END, padding from row ``rows_end[0]`` on is not zeroed.
     """
     program = tl.program_id(0)
     token = program // COLUMN_BLOCKS
@@ -90,34 +98,34 @@ def permute_kernel(
     inside = columns < width
     scale_columns = tl.arange(0, SCALE_BLOCK)
     scale_width = scale_groups.to(tl.int64) * SCALE_VECTOR
-    scale_width_here = tl.where(part == 0, scale_width, 0)
+    scale_width_of_part = tl.where(part == 0, scale_width, 0)
     if token < num_tokens:
         entries = token_rows + token.to(tl.int64) * row_slots
         data = tl.load(x + token.to(tl.int64) * (x_stride_groups * VECTOR) + columns, mask=inside, other=0)
         if HAS_SCALE:
             scale_row = scale + token.to(tl.int64) * (scale_stride_groups * SCALE_VECTOR)
-            scales = tl.load(scale_row + scale_columns, mask=scale_columns < scale_width_here, other=0)
+            scales = tl.load(scale_row + scale_columns, mask=scale_columns < scale_width_of_part, other=0)
         first = 0
         while tl.load(entries + first, mask=first < row_slots, other=-1) >= 0:
-            # All of them before any store, which would hold them up.
-            targets = load_indices(entries, first, row_slots, first_row + num_rows, AT_ONCE)
-            for k in tl.static_range(AT_ONCE):
-                row = targets[k].to(tl.int64) - first_row
+            # All row indices load before the first store: a load after a store would wait for it.
+            target_rows = load_row_ids(entries, first, row_slots, first_row + num_rows, ROWS_PER_ROUND)
+            for k in tl.static_range(ROWS_PER_ROUND):
+                row = target_rows[k].to(tl.int64) - first_row
                 tl.store(rows + row * width + columns, data, mask=columns < tl.where(row >= 0, width, 0))
                 if HAS_SCALE:
                     scale_target = row_scales + row * scale_width + scale_columns
-                    tl.store(scale_target, scales, mask=scale_columns < tl.where(row >= 0, scale_width_here, 0))
-            first += AT_ONCE
+                    tl.store(scale_target, scales, mask=scale_columns < tl.where(row >= 0, scale_width_of_part, 0))
+            first += ROWS_PER_ROUND
     else:
         first = (token - num_tokens) * FILL
         if HAS_END:
             num_rows = tl.minimum(num_rows, tl.load(rows_end) - first_row)
         if FILL_ROWS:
-            zero_rows(row_to_token, rows, first, num_rows, width, columns, inside, rows.dtype.element_ty, FILL)
+            zero_padding(row_to_token, rows, first, num_rows, width, columns, inside, rows.dtype.element_ty, FILL)
         if FILL_SCALES:
             word: tl.constexpr = row_scales.dtype.element_ty
-            mask = scale_columns < scale_width_here
-            zero_rows(row_to_token, row_scales, first, num_rows, scale_width, scale_columns, mask, word, FILL)
+            mask = scale_columns < scale_width_of_part
+            zero_padding(row_to_token, row_scales, first, num_rows, scale_width, scale_columns, mask, word, FILL)
 
 
 @triton.jit
@@ -148,7 +156,7 @@ def permute_and_sum_kernel(
     FILL_ROWS: tl.constexpr,
     FILL_SCALES: tl.constexpr,
     HAS_END: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    ROWS_PER_ROUND: tl.constexpr,
     COLUMN_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -160,7 +168,7 @@ def permute_and_sum_kernel(
     SUM_ROWS: tl.constexpr,
     SUM_BLOCK: tl.constexpr,
 ):
-    """The programs of `permute_kernel`, and one per SUM_ROWS sums of `row_sums`."""
+    """The programs of `permute_kernel`, then one program per SUM_ROWS sums of `row_sums`."""
     program = tl.program_id(0)
     if program < move_programs:
         permute_kernel(
@@ -183,7 +191,7 @@ def permute_and_sum_kernel(
             FILL_ROWS,
             FILL_SCALES,
             HAS_END,
-            AT_ONCE,
+            ROWS_PER_ROUND,
             COLUMN_BLOCKS,
             BLOCK,
             VECTOR,
@@ -198,13 +206,13 @@ def permute_and_sum_kernel(
 
 @triton.jit
 def fill_kernel(out, size, value, BLOCK: tl.constexpr):
-    """out[:size] = value, 32-bit integers."""
+    """out[:size] = value, 32-bit integers; BLOCK elements per program."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + index, tl.zeros([BLOCK], tl.int32) + value, mask=index < size)
 
 
 class _Call(NamedTuple):
-    """A launch but for its arrays."""
+    """A launch without its arrays."""
 
     programs: int
     types: tuple[str, ...]
@@ -213,7 +221,7 @@ class _Call(NamedTuple):
     warps: int
 
 
-# Bytes of a row, from one to the next, and the lowest bits of the addresses.
+# Bytes of a row, row stride in bytes, and the alignment bits of both addresses.
 _Layout = tuple[int, int, int]
 
 
@@ -227,16 +235,16 @@ def permute(
     *,
     config: Config | None = None,
 ) -> tuple[Any, Any]:
-    """rows [N, H], and row_scales [N, S] or None.
+    """Return rows [N, H], and row_scales [N, S] or None.
 
     Args:
-        device: where to.
+        device: allocates and launches.
         x: [T, H].
         scale: [T, S] of 32-bit numbers, or None.
         token_rows: int32 [T, W] rows of each token; the first -1 ends a token.
         row_to_token: int32 [N].
         fill_padding: "all", "meta" (scales only) or "none".
-        config: instead of that of `configs.permute_config`.
+        config: overrides `configs.permute_config`.
     """
     num_tokens, row_slots = token_rows.shape
     num_rows = row_to_token.shape[0]
@@ -249,7 +257,7 @@ def permute(
     return rows, row_scales
 
 
-def permute_window(
+def permute_chunk(
     device: Device,
     x: Array,
     token_rows: Array,
@@ -260,25 +268,25 @@ def permute_window(
     rows_end: int,
     sums: RowSums | None = None,
 ) -> None:
-    """out[:] = rows[first:end, first:end] of all rows in expert order, packed; rows without a token are zeros.
+    """out[:] = rows[first:end, first:end] of the permuted matrix, packed; rows without a token are zeros.
 
     Args:
-        device: where to.
+        device: allocates and launches.
         x: [T, H].
         token_rows: int32 [T, W] rows of each token; the first -1 ends a token.
         row_to_token: int32 [N].
-        out: memory for the window.
-        rows: the first row and the end.
-        columns: the first column and the end.
-        rows_end: address of an int32 on the device; rows from that one on stay as they are unless a token has them.
-        sums: what the launch makes as well.
+        out: memory for the chunk.
+        rows: first row and end.
+        columns: first column and end.
+        rows_end: address of an int32 on the device; padding from that row on is left as it is.
+        sums: row sums that the same launch computes, or None.
     """
     num_tokens, row_slots = token_rows.shape
     item = ITEM_BYTES[device.dtype_name(x)]
     (first_row, end), (first_column, column_end) = rows, columns
     source = x.data_ptr() + first_column * item
     stride = device.row_stride(x) * item if x.shape[0] > 1 else 0
-    layout = (column_end - first_column) * item, stride, low_bits(source, out.data_ptr())
+    layout = (column_end - first_column) * item, stride, alignment_bits(source, out.data_ptr())
     call = _call(num_tokens, row_slots, end - first_row, layout, None, "all", True, None)
     owners = row_to_token.data_ptr() + ITEM_BYTES["int32"] * first_row
     arrays = source, 0, token_rows.data_ptr(), owners, out.data_ptr(), 0, rows_end
@@ -300,15 +308,15 @@ def permute_window(
 
 
 def _target(device: Device, source: Array, num_rows: int) -> tuple[Any, _Layout]:
-    """The rows to be made from a matrix, and how both lie in memory."""
+    """The destination of a matrix' rows, and the memory layout of both."""
     dtype = device.dtype_name(source)
     item, columns = ITEM_BYTES[dtype], source.shape[1]
     target = device.empty([num_rows, columns], dtype)
     stride = device.row_stride(source) * item if source.shape[0] > 1 else 0
-    return target, (columns * item, stride, low_bits(source.data_ptr(), target.data_ptr()))
+    return target, (columns * item, stride, alignment_bits(source.data_ptr(), target.data_ptr()))
 
 
-@functools.lru_cache(CALLS_KEPT)
+@functools.lru_cache(MAX_CACHED_CALLS)
 def _call(
     num_tokens: int,
     row_slots: int,
@@ -319,29 +327,29 @@ def _call(
     has_end: bool,
     config: Config | None,
 ) -> _Call:
-    words, stride = _cut(*layout)
-    scale_words, scale_stride = _cut(*scale_layout) if scale_layout else (Words(4, 1, 0), 0)
-    at_once = rows_at_once(row_slots, num_rows, num_tokens)
+    words, stride = _access_widths(*layout)
+    scale_words, scale_stride = _access_widths(*scale_layout) if scale_layout else (CopyWords(4, 1, 0), 0)
+    per_round = rows_per_round(row_slots, num_rows, num_tokens)
     config = config or permute_config(words.length * words.unit, num_tokens)
     block = min(config.block_bytes // words.unit, max(next_power_of_2(words.length), 32))
-    parts = blocks(words.length, block)
+    parts = cdiv(words.length, block)
     has_scale = scale_layout is not None
     fill_rows, fill_scales = fill_padding == "all", fill_padding != "none" and has_scale
-    fills = blocks(num_rows, FILL_BLOCK) if fill_rows or fill_scales else 0
+    fills = cdiv(num_rows, FILL_BLOCK) if fill_rows or fill_scales else 0
     moved, scales = words.pointer, scale_words.pointer
     return _Call(
         (num_tokens + fills) * parts if num_rows else 0,
         (moved, scales, "*i32", "*i32", moved, scales, "*i32", *["i32"] * 4, *["i64"] * 4),
         (num_tokens, 0, num_rows, row_slots, words.groups, stride, scale_words.groups, scale_stride),
         (
-            *(has_scale, fill_rows, fill_scales, has_end, at_once, parts, block, words.vector),
+            *(has_scale, fill_rows, fill_scales, has_end, per_round, parts, block, words.vector),
             *(next_power_of_2(scale_words.length), scale_words.vector, FILL_BLOCK),
         ),
         config.warps,
     )
 
 
-def _cut(row_bytes: int, stride: int, low_bits: int) -> tuple[Words, int]:
-    """The words to copy, and how far rows lie apart, in groups of words."""
-    words = words_of(row_bytes, stride, low_bits)
+def _access_widths(row_bytes: int, stride: int, low_bits: int) -> tuple[CopyWords, int]:
+    """CopyWords to copy, and the row stride in vectors."""
+    words = copy_words(row_bytes, stride, low_bits)
     return words, stride // (words.unit * words.vector)

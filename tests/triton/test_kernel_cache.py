@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paddle_moe_ops.triton.handles import Handles
+from paddle_moe_ops.triton.launch.kernel_cache import KernelCache
 
 
 class Kernel:
@@ -50,21 +50,21 @@ def kernel():
 
 
 @pytest.fixture
-def handles():
-    return Handles(compiling)
+def kernels():
+    return KernelCache(compiling)
 
 
 CALL = {"types": ("*i32:16", "*i8", "i32", "i64"), "constants": (True, 256), "warps": 4}
 
 
-def launch(handles, kernel, stream=7, programs=3, arguments=(16, 5, 2, 1), **changed):
+def launch(kernels, kernel, stream=7, programs=3, arguments=(16, 5, 2, 1), **changed):
     call = {**CALL, **changed}
-    handles.launch(stream, kernel, programs, call["types"], arguments, call["constants"], call["warps"])
+    kernels.launch(stream, kernel, programs, call["types"], arguments, call["constants"], call["warps"])
 
 
-def test_code_is_made_once_and_launched_with_what_each_call_says(handles, kernel):
-    launch(handles, kernel)
-    launch(handles, kernel, stream=8, programs=1, arguments=(32, 16, 1, 2**33))
+def test_code_is_made_once_and_launched_with_what_each_call_says(kernels, kernel):
+    launch(kernels, kernel)
+    launch(kernels, kernel, stream=8, programs=1, arguments=(32, 16, 1, 2**33))
     assert len(kernel.compiled) == 1
     first, second = kernel.launched
     assert first == (3, 1, 1, 7, "code 1", "metadata 1", None, None, None, 16, 5, 2, 1, True, 256)
@@ -82,24 +82,24 @@ def test_code_is_made_once_and_launched_with_what_each_call_says(handles, kernel
     ],
     ids=["alignment", "width", "a flag", "a size", "warps"],
 )
-def test_another_kind_of_call_has_its_own_code(handles, kernel, changed):
-    launch(handles, kernel)
-    launch(handles, kernel, **changed)
-    launch(handles, kernel)
+def test_another_kind_of_call_has_its_own_code(kernels, kernel, changed):
+    launch(kernels, kernel)
+    launch(kernels, kernel, **changed)
+    launch(kernels, kernel)
     assert [each[4] for each in kernel.launched] == ["code 1", "code 2", "code 1"]
 
 
-def test_another_kernel_and_another_device_have_their_own_code(handles, kernel):
+def test_another_kernel_and_another_device_have_their_own_code(kernels, kernel):
     other = Kernel()
-    for device in (handles, Handles(compiling)):
+    for device in (kernels, KernelCache(compiling)):
         launch(device, kernel)
         launch(device, other)
     assert len(kernel.compiled) == len(other.compiled) == 2
 
 
-def test_code_serves_any_number_and_address_of_its_type(handles, kernel):
+def test_code_serves_any_number_and_address_of_its_type(kernels, kernel):
     """Triton would compile anew for a 1, for a multiple of 16 and beyond 32 bits; so none of these is an example."""
-    launch(handles, kernel)
+    launch(kernels, kernel)
     pointer, odd_pointer, number, wide, *_ = kernel.compiled[0]
     assert pointer.data_ptr() % 16 == 0
     assert odd_pointer.data_ptr() % 16 != 0

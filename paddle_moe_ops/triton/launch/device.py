@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the launchers need from a framework, and how rows are cut into what a kernel takes at a time."""
+"""The interface of launchers to a framework, and the access widths that addresses and strides allow."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 __all__ = [
-    "CALLS_KEPT",
     "ITEM_BYTES",
+    "MAX_CACHED_CALLS",
     "Array",
+    "CopyWords",
     "Device",
-    "Words",
     "address",
     "addresses",
-    "blocks",
-    "low_bits",
+    "alignment_bits",
+    "cdiv",
+    "copy_words",
     "next_power_of_2",
-    "sum_vector",
-    "words_of",
+    "vector_elements",
 ]
 
-# What follows from the sizes of a call is worked out once and kept for so many calls of an operator: a launcher takes
-# longer on the host than a small kernel on the GPU.
-CALLS_KEPT = 1024
+# Launch arguments that are functions of a call's sizes are cached for this number of calls per operator: computing them
+# takes longer on the host than a small kernel on the GPU.
+MAX_CACHED_CALLS = 1024
 
 
-# The names of dtypes, as Triton takes them, and their sizes.
+# Triton's names of dtypes, and their sizes.
 ITEM_BYTES = {
     "float32": 4,
     "float16": 2,
@@ -41,8 +41,8 @@ ITEM_BYTES = {
 _VECTOR_BYTES = 16
 
 
-def low_bits(*byte_counts: int) -> int:
-    """What alignment depends on: the lowest bits of addresses and strides in bytes, as if of one number."""
+def alignment_bits(*byte_counts: int) -> int:
+    """Low bits of addresses and strides in bytes, or-ed: alignment depends on nothing else."""
     found = 0
     for number in byte_counts:
         found |= number
@@ -57,7 +57,7 @@ class Array(Protocol):
         """Its sizes."""
 
     def data_ptr(self) -> int:
-        """The address of its first element."""
+        """Address of its first element."""
 
 
 class Device(Protocol):
@@ -65,30 +65,30 @@ class Device(Protocol):
 
     @property
     def grouped_product(self) -> Any:
-        """What `hopper_product` launches, or None."""
+        """The kernel of `hopper_product`, or None."""
 
     @property
     def grouped_outer(self) -> Any:
-        """What `hopper_outer` launches, or None."""
+        """The kernel of `hopper_outer`, or None."""
 
     @property
     def grouped_float8(self) -> Any:
-        """What `hopper_float8` launches, two kernels, or None."""
+        """The two kernels of `hopper_float8`, or None."""
 
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         """A new array, contents undefined; ``dtype`` is a key of `ITEM_BYTES`."""
 
     def dtype_name(self, array: Any) -> str:
-        """The key of `ITEM_BYTES` that stands for the dtype of an array."""
+        """The key of `ITEM_BYTES` for the dtype of an array."""
 
     def row_stride(self, array: Any) -> int:
-        """Elements from one row of a matrix to the next; inside a row they are neighbours."""
+        """Row stride of a matrix in elements; elements of a row are contiguous."""
 
     def reshape(self, array: Any, shape: Sequence[int]) -> Any:
-        """The same elements of a contiguous array in another shape."""
+        """The elements of a contiguous array in another shape."""
 
     def read_int(self, array: Any, index: int) -> int:
-        """One element of an integer array; waits for the device."""
+        """One element of an integer array; synchronises with the device."""
 
     def launch(
         self, kernel: Any, programs: int, types: tuple[str, ...], arguments: Sequence[int], constants: tuple, warps: int
@@ -97,18 +97,18 @@ class Device(Protocol):
 
         Args:
             kernel: a function decorated with triton.jit, whose constexpr parameters come last, or a
-                `hopper_product.LibraryKernel`, which sees to its grid itself.
+                `hopper_product.LibraryKernel`, which computes its grid itself.
             programs: size of the one-dimensional grid, at least 1.
             types: one per argument: "i32", "i64" or a pointer as "*i32", with ":16" after it if all addresses are
                 multiples of 16.
             arguments: integers and addresses.
-            constants: the values of the constexpr parameters.
-            warps: per program.
+            constants: values of the constexpr parameters.
+            warps: warps per program.
         """
 
 
-class Words(NamedTuple):
-    """How the rows of matrices are copied: as integers of ``unit`` bytes, ``vector`` of them at a time."""
+class CopyWords(NamedTuple):
+    """Access width of a row copy: integers of ``unit`` bytes, ``vector`` of them per access."""
 
     unit: int
     vector: int
@@ -116,7 +116,7 @@ class Words(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Words of a row."""
+        """Words per row."""
         return self.groups * self.vector
 
     @property
@@ -124,32 +124,32 @@ class Words(NamedTuple):
         return f"*i{8 * self.unit}" + (":16" if self.unit * self.vector == _VECTOR_BYTES else "")
 
 
-def words_of(row_bytes: int, *addresses_and_strides: int) -> Words:
-    """The widest words that fit rows of so many bytes at these addresses, strides (in bytes) included."""
-    bits = low_bits(row_bytes, *addresses_and_strides)
+def copy_words(row_bytes: int, *addresses_and_strides: int) -> CopyWords:
+    """The widest words for rows of ``row_bytes`` bytes at these addresses and strides (in bytes)."""
+    bits = alignment_bits(row_bytes, *addresses_and_strides)
     if bits == 0:
-        return Words(4, 4, row_bytes // _VECTOR_BYTES)
+        return CopyWords(4, 4, row_bytes // _VECTOR_BYTES)
     unit = 4 if bits % 4 == 0 else 2 if bits % 2 == 0 else 1
-    return Words(unit, 1, row_bytes // unit)
+    return CopyWords(unit, 1, row_bytes // unit)
 
 
-def sum_vector(item_bytes: int, *byte_counts: int) -> int:
-    """Elements per access where rows are added: 16 bytes if addresses and strides allow it, else one."""
-    return _VECTOR_BYTES // item_bytes if low_bits(*byte_counts) == 0 else 1
+def vector_elements(item_bytes: int, *byte_counts: int) -> int:
+    """Elements per access of a summing kernel: 16 bytes if addresses and strides allow it, otherwise one."""
+    return _VECTOR_BYTES // item_bytes if alignment_bits(*byte_counts) == 0 else 1
 
 
 def address(array: Any) -> int:
-    """Where an optional array lies; 0 for None."""
+    """Address of an optional array; 0 for None."""
     return 0 if array is None else array.data_ptr()
 
 
 def addresses(*arrays: Any) -> list[int]:
-    """`address` of each."""
+    """`address` of each array."""
     return [0 if array is None else array.data_ptr() for array in arrays]
 
 
-def blocks(size: int, block: int) -> int:
-    """How many blocks cover a size."""
+def cdiv(size: int, block: int) -> int:
+    """Ceiling division: the number of blocks that cover a size."""
     return -(-size // block)
 
 

@@ -1,14 +1,17 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Paddle's row map [T, E] to the maps that sums follow, and values carried between slots [T, K] and rows [N].
+"""Row maps: Paddle's map [T, E] validated and compacted, and values moved between slots [T, K] and rows [N].
 
-A user's row map is not trusted: entries outside [0, N) count as -1, and so does a row that an earlier entry
-names, in flat order t * E + e. Three kernels:
+A user's row map is not trusted: an entry outside [0, N) counts as -1, and so does a row that an earlier entry names, in
+flat order t * E + e. Three launches clean it:
 
     fill     owner [N] = no place
-    claim    per piece of the map: owner[row] = least place (an integer minimum: the same on every run)
-    compact  per token: its own entries ascending by expert, then -1; row_to_token; the row that each slot reads. Where
-             every expert is a slot, that is what is left of the map, and row_to_slot and row_to_expert follow.
+    claim    BLOCK entries of the map per program: owner[row] = min(place), an integer atomic, so every run is equal
+    compact  one program per token: its valid entries ascending by expert, then -1; row_to_token; the row of each slot.
+             If every expert is a slot, slot_to_row is the valid part of the map, and row_to_slot and row_to_expert
+             follow.
+
+Bytes moved: 4 * (2 * T * E + N) and the maps written; the atomics of claim and the loads of owner are scattered.
 """
 
 from typing import Any
@@ -16,14 +19,14 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .launching import Array, Device, address, addresses, blocks, next_power_of_2
+from ..launch.device import Array, Device, address, addresses, cdiv, next_power_of_2
+from .numerics import negative_zeros
 from .permute import fill_kernel
-from .sums import minus_zeros
 
 __all__ = ["clean_rowmap", "clean_rowmap_by_expert", "gather_slots", "scatter_mask", "scatter_slots", "slots_to_rows"]
 
 _BLOCK = 1024
-_ROWS_OF_SLOTS = 128
+_ROW_BLOCK = 128
 _NO_PLACE = 2**31 - 1
 
 
@@ -91,7 +94,7 @@ def compact_kernel(
 
 @triton.jit
 def gather_slots_kernel(row_values, slot_to_row, slot_values, size, num_rows, BLOCK: tl.constexpr):
-    """slot_values = row_values[slot_to_row], 0 where no row is; bits are copied."""
+    """slot_values = row_values[slot_to_row], 0 without a row; bits are copied. BLOCK slots per program."""
     slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(slot_to_row + slots, mask=slots < size, other=-1)
     value = tl.load(row_values + row, mask=(row >= 0) & (row < num_rows), other=0)
@@ -102,7 +105,7 @@ def gather_slots_kernel(row_values, slot_to_row, slot_values, size, num_rows, BL
 def scatter_mask_kernel(
     row_values, row_to_token, row_to_expert, mask_values, num_rows, num_experts, BLOCK: tl.constexpr
 ):
-    """mask_values[token, expert] = the value of each row."""
+    """mask_values[token, expert] = value of each row. BLOCK rows per program."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(row_to_token + rows, mask=rows < num_rows, other=-1)
     live = token >= 0
@@ -113,9 +116,9 @@ def scatter_mask_kernel(
 
 @triton.jit
 def scatter_slots_kernel(slot_values, slot_to_row, row_values, num_rows, K, SLOTS: tl.constexpr):
-    """One program per token: row_values[row] += the values of the slots that read the row, in their order.
+    """One program per token: row_values[row] += values of the slots that read the row, in their order.
 
-    Slots of a token may share a row, which is then in one lane; the others store nothing.
+    Slots of a token may share a row: the lane of the first one accumulates and stores all of them.
     """
     token = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, SLOTS)
@@ -134,15 +137,15 @@ def scatter_slots_kernel(slot_values, slot_to_row, row_values, num_rows, K, SLOT
 def slots_to_rows_kernel(
     slot_values, slot_to_row, row_to_token, row_values, num_rows, num_tokens, K, BLOCK: tl.constexpr
 ):
-    """BLOCK rows per program: row_values[row] = the sum of the slots that read it, in their order; 0 without one.
+    """row_values[row] = sum of the slots that read it, in their order; 0 without one. BLOCK rows per program.
 
-    All of them are slots of the row's token. Reads 8 K bytes a row, most of them from the caches.
+    Only slots of the row's token can read it. Reads 8 K bytes per row, most of them cache hits.
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(row_to_token + rows, mask=rows < num_rows, other=-1)
     live = (token >= 0) & (token < num_tokens)
     slot = token.to(tl.int64) * K
-    total = minus_zeros(BLOCK)  # a value that comes alone is then a copy
+    total = negative_zeros(BLOCK)  # a single value is then copied bit for bit
     found = rows < 0
     for j in range(K):
         reads = live & (tl.load(slot_to_row + slot + j, mask=live, other=-1) == rows)
@@ -154,7 +157,7 @@ def slots_to_rows_kernel(
 def clean_rowmap(
     device: Device, rowmap: Array, ids: Array, num_rows: int, *, first_duplicate_only: bool
 ) -> tuple[Any, Any, Any]:
-    """token_rows [T, E], row_to_token [N] and slot_to_row [T, K], all int32, of a row map.
+    """token_rows [T, E], row_to_token [N] and slot_to_row [T, K] of a row map, all int32.
 
     Raises:
         ValueError: the row map has 2^31 entries or more.
@@ -197,7 +200,7 @@ def _clean(
         return token_rows, row_to_token
     maps = address(rowmap), address(owner)
     types = ("*i32", "*i32", "i32", "i32")
-    device.launch(claim_kernel, blocks(size, _BLOCK), types, (*maps, size, num_rows), (_BLOCK,), 4)
+    device.launch(claim_kernel, cdiv(size, _BLOCK), types, (*maps, size, num_rows), (_BLOCK,), 4)
     outputs = token_rows, row_to_token, slot_to_row, row_to_slot, row_to_expert
     device.launch(
         compact_kernel,
@@ -221,7 +224,7 @@ def fill(device: Device, out: Any, size: int, value: int) -> Any:
     """The array with ``size`` 32-bit integers set to a value."""
     if size:
         types = ("*i32", "i64", "i32")
-        device.launch(fill_kernel, blocks(size, _BLOCK), types, (address(out), size, value), (_BLOCK,), 4)
+        device.launch(fill_kernel, cdiv(size, _BLOCK), types, (address(out), size, value), (_BLOCK,), 4)
     return out
 
 
@@ -234,15 +237,15 @@ def gather_slots(device: Device, row_values: Array, slot_to_row: Array) -> Any:
         arrays = map(address, (row_values, slot_to_row, slot_values))
         types = ("*i32", "*i32", "*i32", "i32", "i32")
         arguments = (*arrays, size, row_values.shape[0])
-        device.launch(gather_slots_kernel, blocks(size, _BLOCK), types, arguments, (_BLOCK,), 4)
+        device.launch(gather_slots_kernel, cdiv(size, _BLOCK), types, arguments, (_BLOCK,), 4)
     return slot_values
 
 
 def slots_to_rows(device: Device, slot_values: Array, slot_to_row: Array, row_to_token: Array) -> Any:
-    """float32 [N]: the value [T, K] of the slots that read each row, added up in their order; 0 for rows without one.
+    """float32 [N]: sum of the values [T, K] of the slots that read each row, in their order; 0 for rows without one.
 
     Args:
-        device: where to.
+        device: allocates and launches.
         slot_values: float32 [T, K].
         slot_to_row: int32 [T, K].
         row_to_token: int32 [N]; only slots of a row's token read it.
@@ -254,7 +257,7 @@ def slots_to_rows(device: Device, slot_values: Array, slot_to_row: Array, row_to
         arrays = map(address, (slot_values, slot_to_row, row_to_token, row_values))
         types = ("*fp32", "*i32", "*i32", "*fp32", "i32", "i32", "i32")
         arguments = (*arrays, num_rows, num_tokens, topk)
-        device.launch(slots_to_rows_kernel, blocks(num_rows, _ROWS_OF_SLOTS), types, arguments, (_ROWS_OF_SLOTS,), 4)
+        device.launch(slots_to_rows_kernel, cdiv(num_rows, _ROW_BLOCK), types, arguments, (_ROW_BLOCK,), 4)
     return row_values
 
 
@@ -269,7 +272,7 @@ def scatter_mask(
         arrays = map(address, (row_values, row_to_token, row_to_expert, mask_values))
         types = (*["*i32"] * 4, "i32", "i32")
         arguments = (*arrays, num_rows, num_experts)
-        device.launch(scatter_mask_kernel, blocks(num_rows, _BLOCK), types, arguments, (_BLOCK,), 4)
+        device.launch(scatter_mask_kernel, cdiv(num_rows, _BLOCK), types, arguments, (_BLOCK,), 4)
     return mask_values
 
 
@@ -277,10 +280,10 @@ def scatter_slots(device: Device, slot_values: Array, slot_to_row: Array, row_va
     """Add float32 values [T, K] of slots to the rows that they read, in place.
 
     Args:
-        device: where to.
+        device: allocates and launches.
         slot_values: [T, K].
         slot_to_row: int32 [T, K]; a row belongs to one token, but several of its slots may read it.
-        row_values: [N]; rows that no slot reads are left alone.
+        row_values: [N]; rows that no slot reads keep their values.
     """
     num_tokens, topk = slot_to_row.shape
     if num_tokens:

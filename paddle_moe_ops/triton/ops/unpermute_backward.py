@@ -1,13 +1,20 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="assignment"
-"""The gradient of unpermute: d_rows[r] = w_r * d_out[t] and d_weights = dot(d_out[t], rows[r]), in one pass over both.
+"""Backward of unpermute: both gradients in one pass over d_out and rows. Memory-bound.
 
-One program takes one row at a time: it reads d_out piece by piece (which the other programs of the token find in the
-L2), scales it into d_rows and keeps a float32 vector of partial dot products with the row (element j in lane
-j % BLOCK), which one tree adds up at the end. BLOCK and the number of warps depend on the row's size and dtype alone,
-so a dot product has the same bits on every run and for any number of tokens. Rows without a token get zeros from
-further programs. Moves (T + 2 N) * H * itemsize bytes. The gradient of a plain sum is a `permute` of d_out.
+    d_rows[r]  = w_r * d_out[t]
+    d_weights  = dot(d_out[t], rows[r]), by row or by slot
+
+Mapping: PROGRAMS_PER_TOKEN programs share a token's rows in turn. A program loops over BLOCK columns: it loads d_out
+    (an
+L2 hit for the token's other programs), stores the scaled row and accumulates a float32 vector of partial dot products,
+element j in lane j % BLOCK; one tree reduction adds up the lanes. Further programs zero the rows without a token.
+
+Determinism: BLOCK and the number of warps depend on row bytes and dtype alone, so a dot product has the same bits in
+every run and for any number of tokens.
+
+Bytes moved: (T + 2 N) * H * itemsize. The gradient of a plain sum is a `permute` of d_out.
 """
 
 from typing import Any
@@ -15,10 +22,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .configs import Config, backward_config, rows_at_once
-from .launching import ITEM_BYTES, Array, Device, address, blocks, next_power_of_2, sum_vector
-from .permute import FILL_BLOCK, permute, zero_rows
-from .sums import CARRIERS, rounded, widened
+from ..launch.device import ITEM_BYTES, Array, Device, address, cdiv, next_power_of_2, vector_elements
+from .configs import Config, backward_config, rows_per_round
+from .numerics import CARRIERS, rounded, widened
+from .permute import FILL_BLOCK, permute, zero_padding
 
 __all__ = ["unpermute_backward"]
 
@@ -41,15 +48,15 @@ def unpermute_backward_kernel(
     NEED_ROWS: tl.constexpr,
     NEED_WEIGHTS: tl.constexpr,
     COPY_SINGLE: tl.constexpr,
-    PARTS: tl.constexpr,
+    PROGRAMS_PER_TOKEN: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
     FILL: tl.constexpr,
 ):
-    """PARTS programs per token, each for every PARTS-th of its places; then PARTS per FILL rows."""
+    """PROGRAMS_PER_TOKEN programs per token, then as many per FILL rows without a token."""
     program = tl.program_id(0)
-    token = program // PARTS
-    part = program % PARTS
+    token = program // PROGRAMS_PER_TOKEN
+    part = program % PROGRAMS_PER_TOKEN
     width = groups.to(tl.int64) * VECTOR
     lanes = tl.arange(0, BLOCK)
     if token < num_tokens:
@@ -59,12 +66,12 @@ def unpermute_backward_kernel(
             single = (tl.load(entries) >= 0) & (tl.load(entries + 1, mask=row_slots > 1, other=-1) < 0)
         slot = part
         row = tl.load(entries + slot, mask=slot < row_slots, other=-1)
-        while (row >= 0) | (BY_SLOT & (slot < row_slots)):  # rows of a token stand before its -1 unless by slot
+        while (row >= 0) | (BY_SLOT & (slot < row_slots)):  # by row, the first -1 ends a token
             exists = (row >= 0) & (row < num_rows)
             width_here = tl.where(exists, width, 0)
-            place = token.to(tl.int64) * row_slots + slot if BY_SLOT else row.to(tl.int64)
-            factor = tl.load(weights + place, mask=exists, other=0.0)
-            total = tl.zeros([BLOCK], tl.float32)
+            weight_index = token.to(tl.int64) * row_slots + slot if BY_SLOT else row.to(tl.int64)
+            factor = tl.load(weights + weight_index, mask=exists, other=0.0)
+            partial_dots = tl.zeros([BLOCK], tl.float32)
             for start in range(0, width_here, BLOCK):
                 columns = start + lanes
                 inside = columns < width
@@ -78,21 +85,21 @@ def unpermute_backward_kernel(
                         scaled = tl.where(single, bits, scaled)
                     tl.store(d_rows + row.to(tl.int64) * width + columns, scaled, mask=inside)
                 if NEED_WEIGHTS:
-                    total = tl.fma(gradient, widened(data, DTYPE), total)
+                    partial_dots = tl.fma(gradient, widened(data, DTYPE), partial_dots)
             if NEED_WEIGHTS:
-                dot = tl.sum(total, axis=0)
+                dot = tl.sum(partial_dots, axis=0)
                 if COPY_SINGLE:
                     dot = tl.where(single, 0.0, dot)
-                tl.store(d_weights + place, dot, mask=exists | BY_SLOT)  # a slot without a row has gradient 0
-            slot += PARTS
+                tl.store(d_weights + weight_index, dot, mask=exists | BY_SLOT)  # a slot without a row has gradient 0
+            slot += PROGRAMS_PER_TOKEN
             row = tl.load(entries + slot, mask=slot < row_slots, other=-1)
     else:
         first = (token - num_tokens) * FILL
         if NEED_ROWS:
-            for start in range(part * BLOCK, width, PARTS * BLOCK):
+            for start in range(part * BLOCK, width, PROGRAMS_PER_TOKEN * BLOCK):
                 columns = start + lanes
                 word: tl.constexpr = d_rows.dtype.element_ty
-                zero_rows(row_to_token, d_rows, first, num_rows, width, columns, columns < width, word, FILL)
+                zero_padding(row_to_token, d_rows, first, num_rows, width, columns, columns < width, word, FILL)
         if NEED_WEIGHTS and not BY_SLOT:
             index = first + tl.arange(0, FILL)
             padding = tl.load(row_to_token + index, mask=index < num_rows, other=0) < 0
@@ -112,21 +119,21 @@ def unpermute_backward(
     copy_single_row: bool = False,
     config: Config | None = None,
 ) -> tuple[Any, Any]:
-    """d_rows [N, H] and d_weights; None for what is not wanted.
+    """Return d_rows [N, H] and d_weights; None for gradients that are not wanted.
 
     Args:
-        device: where to.
-        d_out: [T, H] contiguous. Only where it lies at a multiple of 16 bytes, and ``rows`` too, are the bits of a dot
-            product a function of the data and the sizes alone.
-        slot_rows: int32 [T, W]: rows of each token, in the order of the slots where weights are by slot, else ascending
+        device: allocates and launches.
+        d_out: [T, H] contiguous. The bits of a dot product depend on data and sizes alone only if ``d_out`` and
+            ``rows`` are aligned to 16 bytes.
+        slot_rows: int32 [T, W] rows of each token: in the order of slots if weights are by slot, otherwise ascending
             with -1 last.
         row_to_token: int32 [N], -1 for rows without a token.
         rows: [N, H] contiguous, the forward input, if d_weights is wanted.
         weights: float32 [N] by row or [T, W] by slot, or None for the plain sum.
-        weights_by_slot: which.
+        weights_by_slot: whether weights are by slot.
         need_rows: whether d_rows is wanted.
-        copy_single_row: as in the forward.
-        config: instead of that of `configs.backward_config`.
+        copy_single_row: as in the forward pass.
+        config: overrides `configs.backward_config`.
     """
     if weights is None:
         return (permute(device, d_out, None, slot_rows, row_to_token, "all")[0] if need_rows else None), None
@@ -137,18 +144,18 @@ def unpermute_backward(
     d_rows = device.empty([num_rows, hidden], dtype) if need_rows else None
     need_weights = rows is not None
     d_weights = device.empty(list(weights.shape), "float32") if need_weights else None
-    vector = sum_vector(item, hidden * item, *map(address, (d_out, rows, d_rows)))
+    vector = vector_elements(item, hidden * item, *map(address, (d_out, rows, d_rows)))
     config = config or backward_config()
     block = min(config.block_bytes // item, max(next_power_of_2(hidden), 32))
-    parts = row_slots if weights_by_slot else rows_at_once(row_slots, num_rows, num_tokens)
-    parts = min(parts, 64)
-    fills = blocks(num_rows, FILL_BLOCK)
-    programs = (num_tokens + fills) * parts
-    if programs and (need_rows or need_weights):
+    programs_per_token = row_slots if weights_by_slot else rows_per_round(row_slots, num_rows, num_tokens)
+    programs_per_token = min(programs_per_token, 64)
+    fills = cdiv(num_rows, FILL_BLOCK)
+    num_programs = (num_tokens + fills) * programs_per_token
+    if num_programs and (need_rows or need_weights):
         carrier = CARRIERS[dtype] + (":16" if vector > 1 else "")
         device.launch(
             unpermute_backward_kernel,
-            programs,
+            num_programs,
             (carrier, carrier, "*i32", "*i32", "*fp32", carrier, "*fp32", *["i32"] * 3, "i64"),
             (
                 *map(address, (d_out, rows, slot_rows, row_to_token, weights, d_rows, d_weights)),
@@ -156,7 +163,7 @@ def unpermute_backward(
             ),
             (
                 *(dtype, weights_by_slot, need_rows, need_weights, copy_single_row),
-                *(parts, block, vector, FILL_BLOCK),
+                *(programs_per_token, block, vector, FILL_BLOCK),
             ),
             config.warps,
         )

@@ -1,13 +1,15 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks of rows in another order: out is the concatenation of the chunks order[0], order[1], ...
+"""Chunk sort: reorders chunks of rows; out is the concatenation of the chunks order[0], order[1], ... Memory-bound.
 
-One program finds where every chunk begins and how far it moves; then a row finds its chunk by binary search (map
-kernel) and moves as in `permute` with one slot per token, forward along the map, backward as in `unpermute` against it.
-Rows beyond the chunks stay where they are. Moves 2 * R * H * itemsize bytes and 4 * R of map twice.
+Three launches: chunks_kernel, one program, computes each chunk's start and shift; chunk_map_kernel, BLOCK rows per
+program, finds a row's chunk by binary search; then rows move as in `permute` with one slot per token. The backward pass
+moves them as in `unpermute` along the same map. Rows beyond the chunks stay in place.
 
-Sizes and orders are not trusted: negative sizes count as 0, chunks end at row R, entries that name no chunk, or one
-that was named before, are ignored, and chunks that are not named follow the others, ascending.
+Sizes and orders are not trusted: negative sizes count as 0, chunks end at row R, entries that name no chunk or repeat
+one are ignored, and chunks that are not named follow the others, ascending.
+
+Bytes moved: 2 * R * H * itemsize, and 4 * R of the map twice.
 """
 
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .launching import Array, Device, address, blocks, next_power_of_2
+from ..launch.device import Array, Device, address, cdiv, next_power_of_2
 from .permute import permute
 from .rowmap import gather_slots
 from .unpermute import unpermute
@@ -29,7 +31,7 @@ _UNNAMED = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _place(starts, shifts, chunk, mask, placed):
-    """Place chunks one after the other; the rows placed so far."""
+    """Place chunks one after the other; return the rows placed so far."""
     start = tl.load(starts + chunk, mask=mask, other=0)
     sizes = tl.load(starts + chunk + 1, mask=mask, other=0) - start
     tl.store(shifts + chunk, placed + tl.cumsum(sizes, axis=0) - sizes - start, mask=mask)
@@ -38,7 +40,7 @@ def _place(starts, shifts, chunk, mask, placed):
 
 @triton.jit
 def chunks_kernel(split_sizes, order, starts, owner, shifts, num_chunks, num_rows, BLOCK: tl.constexpr):
-    """One program: starts [C + 1] of the chunks, the entry of the order that places each [C], and shifts [C]."""
+    """One program: starts [C + 1] of the chunks, the order entry that places each [C], and shifts [C]."""
     for first in range(0, num_chunks, BLOCK):
         chunks = first + tl.arange(0, BLOCK)
         tl.store(owner + chunks, tl.zeros([BLOCK], tl.int32) + _UNNAMED, mask=chunks < num_chunks)
@@ -48,7 +50,7 @@ def chunks_kernel(split_sizes, order, starts, owner, shifts, num_chunks, num_row
         chunks = first + tl.arange(0, BLOCK)
         inside = chunks < num_chunks
         sizes = tl.load(split_sizes + chunks, mask=inside, other=0).to(tl.int64)
-        sizes = tl.minimum(tl.maximum(sizes, 0), num_rows)  # so that sums stay below 2^63
+        sizes = tl.minimum(tl.maximum(sizes, 0), num_rows)  # keeps sums below 2^63
         start = tl.minimum(end + tl.cumsum(sizes, axis=0) - sizes, num_rows)
         tl.store(starts + chunks, start.to(tl.int32), mask=inside)
         end = tl.minimum(end + tl.sum(sizes, axis=0), num_rows)
@@ -76,7 +78,7 @@ def chunk_map_kernel(starts, shifts, source_to_dest, num_rows, num_chunks, BLOCK
     low = tl.zeros([BLOCK], tl.int32)
     high = tl.zeros([BLOCK], tl.int32) + num_chunks
     width = num_chunks
-    while width > 0:  # the last of the C + 1 starts that is not beyond the row
+    while width > 0:  # binary search: the last of C + 1 starts at or before the row
         middle = (low + high + 1) // 2
         reached = tl.load(starts + middle) <= rows
         low = tl.where(reached, middle, low)
@@ -87,11 +89,11 @@ def chunk_map_kernel(starts, shifts, source_to_dest, num_rows, num_chunks, BLOCK
 
 
 def chunk_map(device: Device, split_sizes: Array, order: Array, num_rows: int) -> Any:
-    """int32 [R]: where each row goes, a permutation.
+    """int32 [R]: destination of each row, a permutation.
 
     Args:
-        device: where to.
-        split_sizes: int32 or int64 [C] rows of each chunk, as they follow each other in the input.
+        device: allocates and launches.
+        split_sizes: int32 or int64 [C], rows of each chunk in input order.
         order: int32 or int64 [C], the chunks in their new order.
         num_rows: R. Rows beyond the chunks map to themselves.
     """
@@ -112,7 +114,7 @@ def chunk_map(device: Device, split_sizes: Array, order: Array, num_rows: int) -
     )
     device.launch(
         chunk_map_kernel,
-        blocks(num_rows, _ROWS),
+        cdiv(num_rows, _ROWS),
         ("*i32", "*i32", "*i32", "i32", "i32"),
         (*map(address, (starts, shifts, source_to_dest)), num_rows, num_chunks),
         (_ROWS,),
@@ -122,7 +124,7 @@ def chunk_map(device: Device, split_sizes: Array, order: Array, num_rows: int) -
 
 
 def sort_chunks(device: Device, x: Array, probs: Array | None, source_to_dest: Array) -> tuple[Any, Any]:
-    """out [R, H] and probs_out [R] or None: row i goes to source_to_dest[i]."""
+    """out [R, H] and probs_out [R] or None: row i moves to source_to_dest[i]."""
     num_rows = source_to_dest.shape[0]
     column = None if probs is None else device.reshape(probs, [num_rows, 1])
     slots = device.reshape(source_to_dest, [num_rows, 1])
@@ -131,7 +133,7 @@ def sort_chunks(device: Device, x: Array, probs: Array | None, source_to_dest: A
 
 
 def sort_chunks_backward(device: Device, gradient: Array, source_to_dest: Array) -> Any:
-    """The gradient of x [R, H] (not float8) or of probs [R]: row source_to_dest[i] comes back to i, bit for bit."""
+    """The gradient of x [R, H] (not float8) or of probs [R]: row i is row source_to_dest[i], bit for bit."""
     num_rows = source_to_dest.shape[0]
     slots = device.reshape(source_to_dest, [num_rows, 1])
     if len(gradient.shape) == 1:

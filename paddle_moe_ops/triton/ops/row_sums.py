@@ -1,10 +1,13 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="assignment"
-"""The sums of the rows of a matrix [M, W], float32, by row or by the slots that the rows belong to.
+"""Row sums of a float32 matrix [M, W], by row or gathered by slot.
 
-They are too little work for a launch of their own, so a launch that moves rows can make them as well, in programs
-after its own. The bits are the same either way. Moves 4 M W bytes, and 8 a sum.
+    out[r] = sum_w values[r, w]                     0 where row_to_token[r] < 0, if given
+    out[s] = sum_w values[slot_to_row[s], w]        by slot; 0 without a row
+
+The work is too small for a launch of its own, so a launch that permutes rows can append it as further programs, with
+the same bits. Mapping: ROWS sums per program; a BLOCK covers a row. Bytes moved: 4 M W, and 8 per sum.
 """
 
 from __future__ import annotations
@@ -15,13 +18,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .launching import Array, Device, addresses, blocks, next_power_of_2
+from ..launch.device import Array, Device, addresses, cdiv, next_power_of_2
 
 __all__ = ["RowSums", "row_sums", "sum_rows", "sums_of_rows"]
 
 _WARPS = 4
-_ROWS = 32  # of a program
-_WIDTH_OF_WARP = 32  # up to this width one warp adds up a row, however many a program has
+_ROWS = 32  # per program
+_WIDTH_OF_WARP = 32  # up to this width one warp adds up a row, whatever the number of warps
 
 
 @triton.jit
@@ -33,27 +36,27 @@ def sum_rows(
     count,
     num_rows,
     width,
-    OWNED: tl.constexpr,
+    MASK_BY_TOKEN: tl.constexpr,
     BY_SLOT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """out[r] = sum of values[r, :], float32; ROWS of ``count`` sums per program, BLOCK covers a row.
 
-    With OWNED ``maps`` is row_to_token, and rows without a token get 0. With BY_SLOT it is slot_to_row, and out[s] is
-    the sum of the slot's row, 0 without one.
+    With MASK_BY_TOKEN, ``maps`` is row_to_token, and rows without a token get 0. With BY_SLOT, it is slot_to_row, and
+    out[s] is the sum of the slot's row, 0 without one.
     """
-    places = program * ROWS + tl.arange(0, ROWS)
+    indices = program * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
-    live, rows = places < count, places
-    if OWNED:
-        live = live & (tl.load(maps + places, mask=live, other=-1) >= 0)
+    valid, rows = indices < count, indices
+    if MASK_BY_TOKEN:
+        valid = valid & (tl.load(maps + indices, mask=valid, other=-1) >= 0)
     if BY_SLOT:
-        rows = tl.load(maps + places, mask=live, other=-1)
-        live = live & (rows >= 0) & (rows < num_rows)
-    inside = live[:, None] & (columns < width)[None, :]
+        rows = tl.load(maps + indices, mask=valid, other=-1)
+        valid = valid & (rows >= 0) & (rows < num_rows)
+    inside = valid[:, None] & (columns < width)[None, :]
     entries = tl.load(values + rows.to(tl.int64)[:, None] * width + columns[None, :], mask=inside, other=0.0)
-    tl.store(out + places, tl.sum(entries, axis=1), mask=places < count)
+    tl.store(out + indices, tl.sum(entries, axis=1), mask=indices < count)
 
 
 @triton.jit
@@ -64,24 +67,24 @@ def row_sums_kernel(
     count,
     num_rows,
     width,
-    OWNED: tl.constexpr,
+    MASK_BY_TOKEN: tl.constexpr,
     BY_SLOT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program per ROWS sums."""
-    sum_rows(tl.program_id(0), values, maps, out, count, num_rows, width, OWNED, BY_SLOT, ROWS, BLOCK)
+    """One program per ROWS sums."""
+    sum_rows(tl.program_id(0), values, maps, out, count, num_rows, width, MASK_BY_TOKEN, BY_SLOT, ROWS, BLOCK)
 
 
 class RowSums(NamedTuple):
-    """Sums that are to be made.
+    """A pending computation of row sums.
 
     Attributes:
         values: float32, M rows of ``width``.
         width: W.
         maps: int32, row_to_token [M] or slot_to_row [T, K], or None.
-        by_slot: whether it is the latter.
-        out: float32, takes the sums.
+        by_slot: whether ``maps`` is slot_to_row.
+        out: float32, receives the sums.
     """
 
     values: Array
@@ -92,7 +95,7 @@ class RowSums(NamedTuple):
 
     @property
     def programs(self) -> int:
-        return blocks(math.prod(self.out.shape), self.rows)
+        return cdiv(math.prod(self.out.shape), self.rows)
 
     @property
     def block(self) -> int:
@@ -100,7 +103,7 @@ class RowSums(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of a program: fewer where they are wide, so that moving rows in the same kernel leaves registers."""
+        """Rows per program; fewer if they are wide, to leave registers to the permute in the same kernel."""
         return max(1, min(_ROWS, _ROWS * _WIDTH_OF_WARP // self.block))
 
     @property
@@ -114,15 +117,18 @@ class RowSums(NamedTuple):
 
     @property
     def constants(self) -> tuple:
-        owned = self.maps is not None and not self.by_slot
-        return owned, self.by_slot, self.rows, self.block
+        mask_by_token = self.maps is not None and not self.by_slot
+        return mask_by_token, self.by_slot, self.rows, self.block
 
     def warps(self, others: int = _WARPS) -> int:
-        """Of a program, or so many for its other work; where rows are wide, they decide the order of a sum."""
+        """Warps of a program: ``others`` of the fused kernel for rows of one warp or less, otherwise a constant.
+
+        The number of warps fixes the order of a wide sum.
+        """
         return others if self.block <= _WIDTH_OF_WARP else _WARPS
 
     def launch(self, device: Device) -> None:
-        """Make them."""
+        """Launch the kernel."""
         if self.programs:
             arguments = self.programs, self.types, self.arguments, self.constants
             device.launch(row_sums_kernel, *arguments, self.warps())
@@ -131,7 +137,7 @@ class RowSums(NamedTuple):
 def sums_of_rows(
     device: Device, values: Any, row_to_token: Array | None = None, slot_to_row: Array | None = None
 ) -> RowSums:
-    """`row_sums` that are yet to be made."""
+    """Arguments of `row_sums` as a `RowSums`, not launched yet."""
     by_slot = slot_to_row is not None
     num_rows, width = values.shape if len(values.shape) == 2 else (*values.shape, 1)
     out = device.empty(list(slot_to_row.shape) if slot_to_row is not None else [num_rows], "float32")
@@ -139,9 +145,10 @@ def sums_of_rows(
 
 
 def row_sums(device: Device, values: Any, row_to_token: Array | None = None, slot_to_row: Array | None = None) -> Any:
-    """The sums of the rows of values [M, W] or [M], float32 [M]; with ``row_to_token`` [M], 0 for rows without a token.
+    """Sums of the rows of values [M, W] or [M], float32 [M].
 
-    With ``slot_to_row`` [T, K] instead the sum of each slot's row, [T, K], 0 for slots without one.
+    With ``row_to_token`` [M], rows without a token have sum 0. With ``slot_to_row`` [T, K] instead, the result [T, K]
+    has the sum of each slot's row, 0 for slots without one.
     """
     sums = sums_of_rows(device, values, row_to_token, slot_to_row)
     sums.launch(device)

@@ -1,18 +1,22 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of routing: from expert ids [T, K] or a mask [T, E] to the maps of a plan.
+"""Routing kernels: a stable counting sort of slots by expert, from ids [T, K] or a mask [T, E] to the maps of a plan.
 
-Slots are numbered t * K + k and cut into tiles. Four kernels, each reading what the one before wrote:
+    row(slot) = start[expert] + slots of the expert in earlier tiles + rank within the tile
 
-    count    per tile: ids that count (-1 for the others), how many of each expert  experts [T*K], before [tiles, E]
-    prefix   per expert: slots of it in the tiles before                            before in place, totals [E]
-    offsets  one program: padded starts of the segments, what fits into the buffer  starts [E+1], the plan's [E] fields
-    maps     per tile: row = start + before + rank within the tile; every map. More programs look up, for each row,
-             whether it is padding (binary search in starts), so that no map is filled beforehand.
+Layout: slots are numbered t * K + k and cut into tiles of TILE. Four launches, each reads the output of the previous
+one:
 
-Few slots take one program and one launch for all of that (route_kernel). Ranks and counts are integers and the
-order of slots is fixed: the same maps on every run, without atomics. Bytes moved: a few times 4 * (T * K + N); what
-counts are launches and dependent steps.
+    count    one program per tile: valid ids (-1 for others), histogram    experts [T*K], before [tiles, E]
+    prefix   EXPERTS experts per program: exclusive scan over tiles         before in place, totals [E]
+    offsets  one program: padded segment starts, rows that fit             starts [E+1], the plan's [E] fields
+    maps     one program per tile: all map entries of its slots; further programs find the padding rows by binary
+             search in starts, so no map needs a fill launch
+
+`route_kernel` does all of it in one program for few slots. Ranks and counts are integers and the order of slots is
+fixed: maps are equal in every run, without atomics.
+
+Bytes moved: a few times 4 * (T * K + N). Launches and dependent steps, not bandwidth, determine the time.
 """
 
 import triton
@@ -26,7 +30,7 @@ __all__ = ["count_kernel", "maps_kernel", "mask_to_ids_kernel", "offsets_kernel"
 
 @triton.jit
 def _experts_of(ids, slots, inside, num_experts, K, DEDUPE: tl.constexpr):
-    """The experts of slots, -1 for ids out of range and, with DEDUPE, for ids of an earlier slot of the token."""
+    """Experts of slots; -1 for ids out of range and, with DEDUPE, for ids of an earlier slot of the token."""
     raw = tl.load(ids + slots, mask=inside, other=-1)
     valid = (raw >= 0) & (raw < num_experts)
     if DEDUPE:
@@ -39,7 +43,7 @@ def _experts_of(ids, slots, inside, num_experts, K, DEDUPE: tl.constexpr):
 
 @triton.jit
 def _histogram(experts, first, BINS: tl.constexpr):
-    """How many of the experts are first, first + 1, ..., as int32 [BINS]."""
+    """Counts of the experts first, first + 1, ..., as int32 [BINS]."""
     local = experts - first
     mine = (experts >= 0) & (local >= 0) & (local < BINS)
     others = tl.sum((~mine).to(tl.int32), axis=0)
@@ -51,10 +55,10 @@ def _histogram(experts, first, BINS: tl.constexpr):
 def _write_segments(
     totals, slots, num_experts, alignment, num_rows, starts, sizes, COUNTED: tl.constexpr, BINS: tl.constexpr
 ):
-    """Start and size of every expert's segment, and the slots dropped; BINS experts at a time.
+    """Start and size of every expert's segment, and the number of dropped slots; BINS experts per iteration.
 
-    Slots per expert are read from ``totals`` if COUNTED, else counted in ``slots``, which are all experts. ``sizes``:
-    tokens_per_expert, expert_offsets, routed_per_expert and overflow of the plan.
+    Slots per expert are read from ``totals`` if COUNTED, otherwise counted in ``slots``, which are all experts.
+    ``sizes``: tokens_per_expert, expert_offsets, routed_per_expert and overflow of the plan.
     """
     tokens_per_expert, expert_offsets, routed_per_expert, overflow = sizes
     base = tl.zeros([], tl.int64)
@@ -104,9 +108,10 @@ def _write_maps(
 ):
     """Rows of the slots first .. first + TILE, and every map entry that belongs to them.
 
-    ``by_slot``: slot_to_row and token_rows; ``by_row``: row_to_token, row_to_slot, row_to_expert and row_probs.
-    The rank of a slot among those of its expert is a cumulative sum over one column per expert, or with FEW_EXPERTS = 0
-    a count over the slots before it, STEP at a time.
+    ``by_slot``: slot_to_row and token_rows; ``by_row``: row_to_token, row_to_slot, row_to_expert and row_probs. The
+        rank of
+    a slot within its expert is a cumulative sum over a one-hot tile [TILE, FEW_EXPERTS], or with FEW_EXPERTS = 0 a
+    count over the tile's earlier slots, STEP per iteration.
     """
     slot_to_row, token_rows = by_slot
     row_to_token, row_to_slot, row_to_expert, row_probs = by_row
@@ -135,7 +140,7 @@ def _write_maps(
     row = tl.where(fits, row, -1)
     row32 = row.to(tl.int32)
 
-    # Rows of a token ascend with its experts, so the place of a row follows from the ids. Dropped rows are its last.
+    # Rows of a token ascend with its experts, so a row's place follows from the ids. Dropped rows are last.
     place = tl.zeros([TILE], tl.int32)
     for j in range(K):
         theirs = tl.load(experts_of_slots + token * K + j, mask=inside, other=-1)
@@ -157,13 +162,13 @@ def _write_maps(
 def _write_padding(
     first, starts, routed_per_expert, by_row, num_experts, num_rows, HAS_PROBS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """-1 and 0 for those of the rows first .. first + ROWS that no slot has."""
+    """Store -1 and 0 for those of the rows first .. first + ROWS that no slot has."""
     row_to_token, row_to_slot, row_to_expert, row_probs = by_row
     rows = first + tl.arange(0, ROWS)
     low = tl.zeros([ROWS], tl.int32)
     high = tl.zeros([ROWS], tl.int32) + num_experts
     width = num_experts
-    while width > 0:  # the last of the E + 1 starts that is not beyond the row
+    while width > 0:  # binary search: the last of E + 1 starts at or before the row
         middle = (low + high + 1) // 2
         reached = tl.load(starts + middle) <= rows
         low = tl.where(reached, middle, low)
@@ -216,7 +221,7 @@ def count_kernel(
     TILE: tl.constexpr,
     FILL: tl.constexpr,
 ):
-    """One program per tile; those beyond write -1 to FILL entries of the row map."""
+    """One program per tile; programs beyond write -1 to FILL entries of the row map."""
     tile = tl.program_id(0)
     if tile < num_tiles:
         slots = tile * TILE + tl.arange(0, TILE)
@@ -234,7 +239,7 @@ def count_kernel(
 
 @triton.jit
 def prefix_kernel(before, totals, num_tiles, num_experts, TILES: tl.constexpr, EXPERTS: tl.constexpr):
-    """One program per EXPERTS experts; TILES tiles at a time."""
+    """One program per EXPERTS experts; TILES tiles per iteration."""
     experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     mine = experts < num_experts
     total = tl.zeros([EXPERTS], tl.int32)
@@ -293,7 +298,7 @@ def maps_kernel(
     FEW_EXPERTS: tl.constexpr,
     FILL: tl.constexpr,
 ):
-    """One program per tile of slots, then one per FILL rows, for those that are padding."""
+    """One program per tile of slots, then one per FILL rows for the padding."""
     tile = tl.program_id(0)
     by_row = row_to_token, row_to_slot, row_to_expert, row_probs
     if tile < num_tiles:
@@ -342,7 +347,7 @@ def route_kernel(
     FEW_EXPERTS: tl.constexpr,
     FILL: tl.constexpr,
 ):
-    """All of the above in one program, for up to TILE slots; barriers stand where a launch ended."""
+    """All launches above in one program, for up to TILE slots; barriers replace the ends of launches."""
     slots = tl.arange(0, TILE)
     inside = slots < num_slots
     experts = _experts_of(ids, slots, inside, num_experts, K, DEDUPE)

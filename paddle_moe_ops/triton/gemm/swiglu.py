@@ -1,18 +1,20 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of SwiGLU and of the weights that follow the second product of an expert.
+"""SwiGLU and its backward, which also computes the gradient of the routing weights. Memory-bound.
 
-For each row r, with gate and up the halves of hidden[r], A = `swiglu` of them rounded, s = weights[r], and G =
-gradient[r] that of s A:
+For each row r: [gate, up] = hidden[r], A = swiglu(gate, up) rounded, s = weights[r], G = gradient[r], the gradient of
+s A:
 
-    d_weights[r]        the dot product of A and G, float32
-    gradient[r]         becomes s A, the operand of the second matrix' gradient
-    hidden[r]           becomes the gradients of gate and up: those of A, s G, times the derivatives of A
+    d_weights[r]  = dot(A, G)                           float32
+    gradient[r]   = s A                                 operand of the down projection's wgrad
+    hidden[r]     = s G * dA/dgate, s G * dA/dup        in place
 
-The dot product needs no row of the result, since <dO W^T, A> = <dO, A W> (SonicMoE, arXiv 2512.14080). In place, so
-that nothing of the size of hidden is made. One program takes a row, BLOCK columns at a time. Rows without a token get
-zeros; rows after the last group, which nothing reads, only in d_weights. Moves 12 bytes a column and row of 16-bit
-numbers.
+The dot product needs no row of the output, since <dO W^T, A> = <dO, A W> (SonicMoE, arXiv 2512.14080).
+
+Layout: hidden [M, 2 n] and gradient [M, n], packed, float16 or bfloat16. Mapping: one program per row, BLOCK columns
+per iteration. Rows without a token get zeros; rows after the last group, which no kernel reads, only in d_weights.
+
+Bytes moved: 12 per column and row of 16-bit numbers.
 """
 
 from __future__ import annotations
@@ -22,14 +24,19 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .grouped_gemm_kernels import swiglu
-from .launching import Array, Device, address, blocks, next_power_of_2
+from ..launch.device import Array, Device, address, cdiv, next_power_of_2
 
-__all__ = ["swiglu_gradient"]
+__all__ = ["swiglu", "swiglu_gradient"]
 
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16"}
-_MOST_COLUMNS = 1024
-_COLUMNS_OF_WARP = 256
+_MAX_BLOCK = 1024
+_COLUMNS_PER_WARP = 256
+
+
+@triton.jit
+def swiglu(gate, up):
+    """silu(gate) * up, float32."""
+    return gate * (1.0 / (1.0 + tl.exp(-gate))) * up
 
 
 @triton.jit
@@ -45,7 +52,7 @@ def swiglu_gradient_kernel(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row; width: columns of A; no columns of rows from row ``rows_end[0]`` on."""
+    """One program per row; width: columns of A. Rows from ``rows_end[0]`` on are skipped."""
     width = width_groups * VECTOR
     row = tl.program_id(0)
     live = tl.load(row_to_token + row) >= 0
@@ -85,22 +92,22 @@ def swiglu_gradient(
     rows_end: int,
     vector: int,
 ) -> Any:
-    """d_weights float32 [M], or None without weights; the others are changed in place.
+    """Return d_weights float32 [M], or None without weights; ``hidden`` and ``gradient`` are overwritten.
 
     Args:
-        device: where to.
+        device: allocates and launches.
         hidden: [M, 2 n] float16 or bfloat16.
         gradient: [M, n], dtype of ``hidden``.
         weights: float32 [M], or None.
         row_to_token: int32 [M].
         rows_end: address of an int32 on the device, the end of the last group.
-        vector: elements that can be read at a time.
+        vector: elements per access.
     """
     num_rows, width = gradient.shape
     d_weights = None if weights is None else device.empty([num_rows], "float32")
     if not num_rows:
         return d_weights
-    block = min(next_power_of_2(width), _MOST_COLUMNS)
+    block = min(next_power_of_2(width), _MAX_BLOCK)
     pointer = _POINTERS[device.dtype_name(hidden)] + (":16" if vector > 1 else "")
     device.launch(
         swiglu_gradient_kernel,
@@ -108,6 +115,6 @@ def swiglu_gradient(
         (pointer, pointer, "*fp32", "*i32", "*i32", "*fp32", "i32"),
         (*map(address, (hidden, gradient, weights, row_to_token)), rows_end, address(d_weights), width // vector),
         (vector, weights is not None, block),
-        max(1, min(4, blocks(block, _COLUMNS_OF_WARP))),
+        max(1, min(4, cdiv(block, _COLUMNS_PER_WARP))),
     )
     return d_weights

@@ -1,15 +1,18 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="assignment"
-"""The gradient of the bias of a grouped product, and what the bias adds to the gradient of the weights.
+"""Gradient of a grouped GEMM's bias, and the bias' share of the gradient of the weights.
 
-For each row r of expert e, with out[r] = weights[r] * (x[r] W_e + bias[e]):
+With out[r] = weights[r] * (x[r] W_e + bias[e]):
 
-    d_bias[e]       the sum over the rows of e of weights[r] * d_out[r], float32, rounded once
-    d_weights[r]    grows by the dot product of d_out[r] and bias[e], float32
+    d_bias[e]        = sum over the rows r of e of weights[r] * d_out[r]       float32, rounded once
+    d_weights[r]    += dot(d_out[r], bias[e])                                  float32
 
-One program takes the rows of an expert and BLOCK_N columns, BLOCK_M rows at a time: row i of a block is added to lane
-i, in ascending order, and one tree adds up the lanes. The bits do not depend on anything else. d_out is read once.
+Layout: d_out [M, N], any row stride; bias and d_bias [E, N]. Mapping: one program per expert and BLOCK_N columns; it
+loops over the expert's rows, BLOCK_M per iteration. Row i of a block is added to lane i, in ascending order, and one
+tree adds up the lanes, so the bits depend on nothing else.
+
+Bytes moved: d_out once. Memory-bound.
 """
 
 from __future__ import annotations
@@ -19,15 +22,16 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .grouped_gemm import Groups, schedule
-from .launching import Array, Device, address, blocks, next_power_of_2
-from .row_sums import row_sums
-from .rowmap import fill
+from ..launch.device import Array, Device, address, cdiv, next_power_of_2
+from ..ops.row_sums import row_sums
+from ..ops.rowmap import fill
+from .schedule import schedule
+from .types import Groups
 
 __all__ = ["bias_gradient"]
 
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16"}
-_ROWS, _MOST_COLUMNS = 32, 64
+_BLOCK_M, _MAX_BLOCK_N = 32, 64
 
 
 @triton.jit
@@ -47,7 +51,10 @@ def bias_gradient_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """d_out and bias [M, N] and [E, N]; DOTS: partial[r, column tile] are dot products, the first with d_weights[r]."""
+    """One program per expert and column tile.
+
+    With DOTS, partial[r, column tile] = dot products; those of column tile 0 include d_weights[r].
+    """
     tiles = (outer + BLOCK_N - 1) // BLOCK_N
     expert, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -74,24 +81,24 @@ def bias_gradient_kernel(
 def bias_gradient(
     device: Device, d_out: Array, bias: Array, groups: Groups, weights: Array | None, d_weights: Any
 ) -> tuple[Any, Any]:
-    """The gradient of the bias, and that of the weights with what the bias adds to it.
+    """Return the gradient of the bias, and that of the weights including the bias' share.
 
     Args:
-        device: where to.
-        d_out: [M, N] float16 or bfloat16, gradient of the product.
+        device: allocates and launches.
+        d_out: [M, N] float16 or bfloat16, gradient of the GEMM's output.
         bias: [E, N], dtype of ``d_out``.
-        groups: the rows of each expert.
+        groups: rows of each expert.
         weights: float32 [M], or None.
-        d_weights: float32 [M], their gradient without a bias, or None if it is not wanted.
+        d_weights: float32 [M], gradient of the weights without a bias, or None if it is not wanted.
 
     Returns:
         [E, N], 0 for experts without rows, and float32 [M], 0 in rows of no group, or None.
     """
     num_rows, outer = d_out.shape
     experts = bias.shape[0]
-    tables = schedule(device, groups, num_rows, _ROWS)
-    columns = min(next_power_of_2(outer), _MOST_COLUMNS)
-    tiles = blocks(outer, columns)
+    tables = schedule(device, groups, num_rows, _BLOCK_M)
+    columns = min(next_power_of_2(outer), _MAX_BLOCK_N)
+    tiles = cdiv(outer, columns)
     d_bias, partial = device.empty(bias.shape, device.dtype_name(bias)), None
     if d_weights is not None:
         partial = fill(device, device.empty([num_rows, tiles], "float32"), num_rows * tiles, 0)
@@ -101,11 +108,11 @@ def bias_gradient(
         experts * tiles,
         (pointer, pointer, "*fp32", "*fp32", pointer, "*fp32", "*i32", "*i32", "i32", "i64"),
         (
-            *map(address, (d_out, bias, weights, d_weights, d_bias, partial, tables.first, tables.stop)),
+            *map(address, (d_out, bias, weights, d_weights, d_bias, partial, tables.group_starts, tables.group_ends)),
             outer,
             device.row_stride(d_out) if num_rows > 1 else outer,
         ),
-        (weights is not None, d_weights is not None, _ROWS, columns),
+        (weights is not None, d_weights is not None, _BLOCK_M, columns),
         4,
     )
     return d_bias, None if partial is None else row_sums(device, partial)

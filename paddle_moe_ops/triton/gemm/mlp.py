@@ -1,0 +1,470 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""A layer of SwiGLU experts: grouped GEMMs, SwiGLU, and the weighted sum of each token's rows, chunk by chunk.
+
+T tokens of d columns, M rows, E experts of inner size n. Forward, with H = X W1 by rows:
+
+    rows of X -> H [M, 2n] and A = swiglu(H) [M, n]     GEMM with SwiGLU epilogue, by row chunks
+    A W2, weighted -> Y -> sums of each token's rows    GEMM and unpermute, by column chunks
+
+Backward, with dA' the gradient of the weighted A, s A:
+
+    rows of dO -> dA' = dO W2^T [M, n]                  dgrad, by row chunks
+    H, dA' -> dH, s A and the gradients of s            in place, or in the epilogue of that dgrad
+    dW2 = (s A)^T dO, dW1 = X^T dH                      wgrad, by column chunks of dO and X
+    dH W1^T -> rows of dX -> sums                       dgrad and unpermute, by column chunks
+
+Memory: an M x d matrix exists one chunk at a time, in one buffer of ``workspace`` bytes. If token rows would need many
+chunks, or if permuting takes long compared with the GEMM, GEMMs gather them from the tokens instead
+(`gather_heuristic`). Each element is the same sum either way, so the bits do not depend on the buffer's size. On
+Hopper, the compiled library's kernels compute the GEMMs that they are faster for (`hopper_product`). H and the tile
+schedules are saved between the passes; without H, the backward pass recomputes it. Rows after the last expert's, which
+a static buffer has, are neither written nor read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..hopper_outer import hopper_outer, takes_outer
+from ..hopper_product import (
+    GATED,
+    GRADIENT,
+    PLAIN,
+    TILE_ROWS,
+    TURNED_ROWS,
+    chosen_rows,
+    fitting_columns,
+    has_fast_memory,
+    hopper_product,
+    library_rows,
+    most_library_rows,
+)
+from ..launch.device import ITEM_BYTES, Array, Device, address, cdiv, vector_elements
+from ..ops.permute import permute_chunk
+from ..ops.row_sums import RowSums, sums_of_rows
+from ..ops.unpermute import unpermute_chunk
+from .configs import GemmConfig, gated_config, gemm_config, wgrad_config
+from .gather_heuristic import gathers, gathers_in_wgrad
+from .gpu_facts import gpu_at
+from .grouped_gemm import launch_gemm
+from .schedule import fill_schedules
+from .swiglu import swiglu_gradient
+from .types import Gpu, Gradients, Kept, Layer, Rows, Schedule, Target
+from .wgrad import launch_wgrad
+
+__all__ = ["Pass", "moe_mlp", "moe_mlp_backward"]
+
+_COLUMN_STEP = 256  # column chunks are multiples of it, hence of tiles, unless tiles of 192 columns fit better
+
+
+class Pass:
+    """One pass of a layer: sizes, configurations, tile schedules and the chunk buffer.
+
+    Args:
+        device: allocates and launches.
+        layer: operands of both passes.
+        x: [T, d]; its sizes and dtype are read.
+        reuses_rows: whether two GEMMs read the same permuted rows.
+        may_gather: whether GEMMs may gather token rows.
+        wgrad_permutes: whether wgrad reads permuted rows in any case.
+        tables: tile schedules of the other pass, or None.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        layer: Layer,
+        x: Array,
+        reuses_rows: bool,
+        may_gather: bool = True,
+        wgrad_permutes: bool = False,
+        tables: Array | None = None,
+    ) -> None:
+        self.device, self.layer, self.dtype = device, layer, device.dtype_name(x)
+        self.item = ITEM_BYTES[self.dtype]
+        self.num_tokens, self.hidden = x.shape
+        self.num_rows = layer.tokens.row_to_token.shape[0]
+        self.inner = layer.down.shape[2 if layer.transpose else 1]
+        self.gpu: Gpu = gpu_at(address(layer.down))
+        experts = layer.down.shape[0]
+        self.swiglu_config = gated_config(self.gpu, self.num_rows, experts, self.inner)
+        self.down_config = gemm_config(self.gpu, self.num_rows, experts, self.inner, self.hidden)
+        self.down_dgrad_config = gemm_config(self.gpu, self.num_rows, experts, self.hidden, self.inner)
+        # The last tile of a chunk may extend beyond it.
+        self.tile_rows = max(
+            self.swiglu_config.block_m, self.down_dgrad_config.block_m, most_library_rows(device, self.gpu)
+        )
+        rows = layer.workspace // (self.hidden * self.item)
+        if rows < self.num_rows:
+            rows = max(rows - self.tile_rows, self.tile_rows)
+        self.chunk_rows = max(min(rows, self.num_rows), 1)
+        self.num_chunks = cdiv(self.num_rows, self.chunk_rows)
+        self.gathers = may_gather and self._gathers(reuses_rows, wgrad_permutes)
+        columns = layer.workspace // max(self.num_rows * self.item, 1) // _COLUMN_STEP * _COLUMN_STEP
+        self.chunk_columns = self._chunk_columns(min(max(columns, _COLUMN_STEP), self.hidden))
+        self.gather_map = layer.tokens.row_to_token if self.gathers else None
+        buffer_elements = 0 if self.gathers else (self.chunk_rows + self.tile_rows) * self.hidden
+        buffer_elements = max(buffer_elements, self.num_rows * self.chunk_columns)
+        self.buffer = device.empty([min(buffer_elements, self.num_rows * self.hidden)], self.dtype)
+        self._buffer_key: tuple | None = None  # the chunk that the buffer contains
+        self._deferred_sums: RowSums | None = None  # appended to the next launch that permutes
+        self.kept_tables, self._schedules = self._schedules_in(tables)
+
+    def _chosen(self, result: int, inner: int, columns: int) -> int:
+        """Tile rows of the library's kernel for a GEMM; 0: the Triton kernel computes it."""
+        if not most_library_rows(self.device, self.gpu) or not self.num_rows:
+            return 0
+        return chosen_rows(self.gpu, result, self.num_rows // self.layer.down.shape[0], inner, columns)
+
+    def _chunk_columns(self, most: int) -> int:
+        """Columns of a chunk of the summed rows, at most ``most``: as many as fill the library's tiles."""
+        fitting = fitting_columns(self.inner, most)
+        if most == self.hidden or not fitting or self._chosen(PLAIN, self.inner, fitting) != TILE_ROWS:
+            return most
+        return fitting
+
+    def _gathers(self, reuses_rows: bool, wgrad_permutes: bool = False) -> bool:
+        """True if the GEMMs of a pass gather token rows."""
+        by_library = self._chosen(GRADIENT if reuses_rows else GATED, self.hidden, self.inner) == TURNED_ROWS
+        by_library = by_library and self.num_tokens > 0 and not wgrad_permutes
+        sizes = self.num_tokens, self.num_rows, self.layer.down.shape[0], self.inner, self.num_chunks
+        return gathers(*sizes, reuses_rows, by_library, has_fast_memory(self.gpu))
+
+    def _tile_heights(self) -> list[int]:
+        """Tile rows of the GEMMs of both passes."""
+        up, back = (self._chosen(result, self.hidden, self.inner) for result in (GATED, GRADIENT))
+        plain = (self._chosen(PLAIN, inner, self.chunk_columns) for inner in (self.inner, 2 * self.inner))
+        return sorted(
+            {
+                up or self.swiglu_config.block_m,
+                back or self.down_dgrad_config.block_m,
+                *(rows or self.down_config.block_m for rows in plain),
+            }
+        )
+
+    def _schedules_in(self, tables: Array | None) -> tuple[Array, dict[int, Schedule]]:
+        """The array of tile schedules, and the schedules by tile rows; one launch unless ``tables`` fit."""
+        heights = self._tile_heights()
+        array = self._fill(heights) if tables is None or tables.shape[0] != self._length(heights) else tables
+        return array, {height: self._within(array, number) for number, height in enumerate(heights)}
+
+    def _length(self, heights: list[int]) -> int:
+        return len(heights) * sum(Schedule.lengths(self.layer.down.shape[0], self._scheduled_chunks))
+
+    def _fill(self, heights: list[int]) -> Any:
+        array = self.device.empty([self._length(heights)], "int32")
+        chunk_rows = self.chunk_rows if self._scheduled_chunks else 0
+        fill_schedules(self.device, array, self.layer.groups, self.num_rows, heights, chunk_rows, covers_all=False)
+        return array
+
+    def _within(self, array: Array, number: int) -> Schedule:
+        return Schedule.within(array, self.layer.down.shape[0], self._scheduled_chunks, number)
+
+    @property
+    def _scheduled_chunks(self) -> int:
+        """Number of chunks in the schedules; 0 for a pass that gathers or has one chunk."""
+        return 0 if self.gathers or self.num_chunks == 1 else self.num_chunks
+
+    def schedule(self, tile_rows: int) -> Schedule:
+        """Schedule for tiles of ``tile_rows`` rows, computed by a launch if no GEMM was expected to have them."""
+        if tile_rows not in self._schedules:
+            self._schedules[tile_rows] = self._within(self._fill([tile_rows]), 0)
+        return self._schedules[tile_rows]
+
+    def any_schedule(self) -> Schedule:
+        """A schedule for kernels that read only the bounds of groups."""
+        return next(iter(self._schedules.values()))
+
+    @property
+    def rows_end(self) -> int:
+        """Address of the end of the last group."""
+        return address(self.any_schedule().group_starts) + ITEM_BYTES["int32"] * self.layer.down.shape[0]
+
+    def defer_row_sums(self, values: Any, row_to_token: Array | None) -> Any:
+        """Row sums in the form of the layer's weights; computed by a later launch, at the latest `launch_deferred`."""
+        slots = self.layer.slots
+        self._deferred_sums = sums_of_rows(self.device, values, None if slots is not None else row_to_token, slots)
+        return self._deferred_sums.out
+
+    def launch_deferred(self) -> None:
+        """Launch the row sums that no other launch has computed."""
+        if self._deferred_sums is not None:
+            self._deferred_sums.launch(self.device)
+
+    def empty(self, columns: int) -> Any:
+        return self.device.empty([self.num_rows, columns], self.dtype)
+
+    def as_rows(self, array: Array, columns: int) -> Rows:
+        """All rows of a packed matrix."""
+        return Rows(array, self.num_rows, columns, columns)
+
+    def _tokens(self, x: Array) -> Rows:
+        """All tokens, for a GEMM that gathers."""
+        return Rows(x, self.num_tokens, self.hidden, self.device.row_stride(x))
+
+    def _chunk_key(self, x: Array, rows: tuple[int, int], columns: tuple[int, int]) -> tuple:
+        """A key of a chunk of token rows [T, d]; views at one address may have different strides."""
+        return address(x), self.device.row_stride(x), rows, columns
+
+    def _permuted(self, x: Array, rows: tuple[int, int], columns: tuple[int, int]) -> Rows:
+        """A chunk of the rows of tokens, permuted into the buffer unless it contains them."""
+        tokens, key = self.layer.tokens, self._chunk_key(x, rows, columns)
+        if key != self._buffer_key:
+            maps = tokens.token_rows, tokens.row_to_token
+            permute_chunk(self.device, x, *maps, self.buffer, rows, columns, self.rows_end, self._deferred_sums)
+            self._buffer_key, self._deferred_sums = key, None
+        width = columns[1] - columns[0]
+        return Rows(self.buffer, rows[1] - rows[0], width, width, first_row=rows[0])
+
+    def row_chunks(self, x: Array) -> Iterator[tuple[int | None, Rows]]:
+        """Row chunks of the permuted tokens, each with the rows that its last tile reads; or all tokens, to gather."""
+        if self.gathers:
+            yield None, self._tokens(x)
+            return
+        if self.num_chunks == 1:
+            yield None, self._permuted(x, (0, self.num_rows), (0, self.hidden))
+            return
+        for chunk in range(self.num_chunks):
+            first = chunk * self.chunk_rows
+            end = min(first + self.chunk_rows + self.tile_rows, self.num_rows)
+            yield chunk, self._permuted(x, (first, end), (0, self.hidden))
+
+    def column_ranges(self) -> Iterator[tuple[int, int]]:
+        for first in range(0, self.hidden, self.chunk_columns):
+            yield first, min(first + self.chunk_columns, self.hidden)
+
+    def column_chunks(self, x: Array) -> Iterator[tuple[int, Rows]]:
+        """Column chunks of the permuted tokens, all rows."""
+        for columns in self.column_ranges():
+            yield columns[0], self._permuted(x, (0, self.num_rows), columns)
+
+    def library_rows(self, result: int, w: Array, inner: int, outer: int, *arrays: Any, columns: int = 0) -> int:
+        """Tile rows of the library's kernel for a GEMM of these operands; 0: the Triton kernel computes it."""
+        there = [each for each in arrays if each is not None]
+        sizes = self.num_rows, w, inner, outer
+        return library_rows(self.device, self.gpu, result, *sizes, (self.buffer, *there), columns)
+
+    def _library_can_gather(self, x: Array) -> bool:
+        """True if the library can gather tokens: there are some, in aligned rows that do not overlap."""
+        stride = self.device.row_stride(x)
+        is_aligned = vector_elements(self.item, stride * self.item, address(x)) > 1
+        return self.num_tokens > 0 and stride >= self.hidden and is_aligned
+
+    def library_rows_of_tokens(self, result: int, w: Array, outer: int, x: Array, *arrays: Any) -> int:
+        """`library_rows` for a GEMM of token rows, which may be gathered."""
+        if self.gathers and not self._library_can_gather(x):
+            return 0
+        return self.library_rows(result, w, self.hidden, outer, *arrays)
+
+    def gemm(
+        self,
+        source: Rows,
+        w: Array,
+        config: GemmConfig,
+        tile_rows: int,
+        out: Target,
+        transpose: bool,
+        weights: Array | None = None,
+        gather_map: Array | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        """A plain GEMM: by the library in tiles of ``tile_rows`` rows, or with 0 by Triton, which can gather."""
+        arguments = self.device, source, w, self.schedule(tile_rows or config.block_m)
+        if tile_rows:
+            hopper_product(
+                *arguments,
+                self.num_rows,
+                out,
+                PLAIN,
+                transpose=transpose,
+                tile_rows=tile_rows,
+                weights=weights,
+                window=chunk,
+            )
+            return
+        launch_gemm(
+            *arguments,
+            config,
+            self.num_rows,
+            out,
+            transpose=transpose,
+            row_to_token=gather_map,
+            weights=weights,
+            chunk=chunk,
+        )
+
+    def activations(self, x: Array, hidden: Array | None) -> Any:
+        """Compute A, and H into ``hidden``."""
+        act = self.empty(self.inner)
+        out = Target(act, 0, self.inner)
+        layer, config = self.layer, self.swiglu_config
+        tile_rows = self.library_rows_of_tokens(GATED, layer.gate_up, self.inner, x, act, hidden)
+        tables = self.schedule(tile_rows or config.block_m)
+        for chunk, rows in self.row_chunks(x):
+            if tile_rows:
+                hopper_product(
+                    *(self.device, rows, layer.gate_up, tables, self.num_rows, out, GATED),
+                    transpose=layer.transpose,
+                    tile_rows=tile_rows,
+                    hidden=hidden,
+                    row_to_token=self.gather_map,
+                    gathers=self.gathers,
+                    window=chunk,
+                )
+                continue
+            launch_gemm(
+                self.device,
+                rows,
+                layer.gate_up,
+                tables,
+                config,
+                self.num_rows,
+                out,
+                transpose=layer.transpose,
+                swiglu=True,
+                row_to_token=self.gather_map,
+                hidden=hidden,
+                chunk=chunk,
+            )
+        return act
+
+    def activation_gradients(self, d_out: Array, hidden: Array, scaled: Array, need_weights: bool) -> Any:
+        """Gradients of the weights, or None. H is overwritten by its gradient, ``scaled`` by s A."""
+        layer, device, out = self.layer, self.device, Target(scaled, 0, self.inner)
+        row_to_token, operands = layer.tokens.row_to_token, (layer.down, self.hidden, self.inner, scaled)
+        tile_rows = self.library_rows_of_tokens(GRADIENT, layer.down, self.inner, d_out, scaled, hidden)
+        if tile_rows:
+            tables, tiles = self.schedule(tile_rows), None
+            for chunk, rows in self.row_chunks(d_out):
+                tiles = hopper_product(
+                    *(device, rows, layer.down, tables, self.num_rows, out, GRADIENT),
+                    transpose=not layer.transpose,
+                    tile_rows=tile_rows,
+                    weights=layer.weights,
+                    hidden=hidden,
+                    row_to_token=row_to_token,
+                    gathers=self.gathers,
+                    window=chunk,
+                    d_weights=tiles,
+                )
+            return None if tiles is None or not need_weights else self.defer_row_sums(tiles, row_to_token)
+        tile_rows = 0 if self.gathers else self.library_rows(PLAIN, *operands)
+        for chunk, rows in self.row_chunks(d_out):
+            arguments = rows, layer.down, self.down_dgrad_config, tile_rows, out, not layer.transpose
+            self.gemm(*arguments, gather_map=self.gather_map, chunk=chunk)
+        vector = vector_elements(self.item, self.inner * self.item, address(hidden), address(scaled))
+        d_weights = swiglu_gradient(device, hidden, scaled, layer.weights, row_to_token, self.rows_end, vector)
+        if d_weights is None or not need_weights:
+            return None
+        return d_weights if layer.slots is None else self.defer_row_sums(d_weights, None)
+
+    def gemm_unpermute(self, source: Rows, w: Array, transpose: bool, weights: Array | None) -> Any:
+        """Sums of each token's rows of a GEMM's output [M, d]."""
+        out = self.device.empty([self.num_tokens, self.hidden], self.dtype)
+        self._buffer_key = None
+        tile_rows = self.library_rows(PLAIN, w, source.width, self.hidden, source.array, columns=self.chunk_columns)
+        for first, end in self.column_ranges():
+            target = Target(self.buffer, first, end - first)
+            self.gemm(source, w, self.down_config, tile_rows, target, transpose, weights=weights)
+            token_rows = self.layer.tokens.token_rows
+            unpermute_chunk(self.device, self.buffer, token_rows, self.num_rows, out, (first, end))
+        return out
+
+    def wgrads(
+        self,
+        x: Array,
+        d_out: Array,
+        d_hidden: Array,
+        scaled: Array,
+        wanted: tuple[bool, bool, bool, bool],
+        into: tuple[tuple[Array, bool] | None, tuple[Array, bool] | None],
+    ) -> tuple[Any, Any]:
+        """dW1 and dW2, None if they are not wanted."""
+        layer, d_gate_up, d_down = self.layer, None, None
+        if wanted[2]:
+            rows = self.as_rows(scaled, self.inner)
+            d_down = self._wgrad(layer.down, d_out, rows, layer.transpose, into[1])
+        if wanted[1]:
+            rows = self.as_rows(d_hidden, 2 * self.inner)
+            d_gate_up = self._wgrad(layer.gate_up, x, rows, not layer.transpose, into[0])
+        return d_gate_up, d_down
+
+    def _wgrad(
+        self, matrix: Array, tokens: Array, rows: Rows, tokens_first: bool, into: tuple[Array, bool] | None
+    ) -> Any:
+        """wgrad of token rows and other rows; ``tokens_first``: token rows are p, otherwise q."""
+        out, adds = into or (self.device.empty(matrix.shape, self.dtype), False)
+        is_permuted = self._buffer_key == self._chunk_key(tokens, (0, self.num_rows), (0, self.hidden))
+        if (self.gathers or gathers_in_wgrad(rows.width, is_permuted)) and self._library_can_gather(tokens):
+            source = self._tokens(tokens)
+            p, q = (source, rows) if tokens_first else (rows, source)
+            if takes_outer(self.device, self.gpu, self.num_rows, p, q, out, adds):
+                gathered = self.layer.tokens.row_to_token, not tokens_first
+                hopper_outer(self.device, p, q, self.any_schedule(), self.num_rows, out, gathered=gathered)
+                return out
+        config = wgrad_config(self.gpu, *matrix.shape[1:])
+        tables = self.any_schedule()
+        for first, permuted in self.column_chunks(tokens):
+            p, q = (permuted, rows) if tokens_first else (rows, permuted)
+            origin = (first, 0) if tokens_first else (0, first)
+            if takes_outer(self.device, self.gpu, self.num_rows, p, q, out, adds):
+                hopper_outer(self.device, p, q, tables, self.num_rows, out, window=origin)
+                continue
+            launch_wgrad(self.device, p, q, tables, config, self.num_rows, out, origin=origin, accumulate=adds)
+        return out
+
+
+def moe_mlp(device: Device, x: Array, layer: Layer, keeps_hidden: bool) -> tuple[Any, Kept]:
+    """Return the sums [T, d], and the tensors that the backward pass needs.
+
+    Args:
+        device: allocates and launches.
+        x: [T, d] float16 or bfloat16.
+        layer: operands of both passes.
+        keeps_hidden: whether to save H.
+    """
+    run = Pass(device, layer, x, reuses_rows=False)
+    hidden = run.empty(2 * run.inner) if keeps_hidden else None
+    act = run.activations(x, hidden)
+    out = run.gemm_unpermute(run.as_rows(act, run.inner), layer.down, layer.transpose, layer.weights)
+    return out, Kept(hidden, run.kept_tables)
+
+
+def moe_mlp_backward(
+    device: Device,
+    d_out: Array,
+    x: Array,
+    kept: Kept,
+    layer: Layer,
+    wanted: tuple[bool, bool, bool, bool],
+    into: tuple[tuple[Array, bool] | None, tuple[Array, bool] | None] = (None, None),
+) -> Gradients:
+    """Return the gradients of x, of both matrices and of the weights.
+
+    Args:
+        device: allocates and launches.
+        d_out: [T, d].
+        x: as in `moe_mlp`.
+        kept: tensors of the forward pass; the call overwrites H.
+        layer: as in `moe_mlp`.
+        wanted: which gradients to compute.
+        into: for each matrix, the array for its gradient, float32 or the dtype of ``x``, and whether to accumulate;
+            None: a new array.
+    """
+    run = Pass(device, layer, x, reuses_rows=True, wgrad_permutes=any(into), tables=kept.tables)
+    need_x, *_, need_weights = wanted
+    hidden = kept.hidden
+    if hidden is None:
+        hidden = run.empty(2 * run.inner)
+        scaled = run.activations(x, hidden)
+    else:
+        scaled = run.empty(run.inner)
+    d_weights = run.activation_gradients(d_out, hidden, scaled, need_weights)
+    matrices = run.wgrads(x, d_out, hidden, scaled, wanted, into)
+    d_x = None
+    if need_x:
+        d_x = run.gemm_unpermute(run.as_rows(hidden, 2 * run.inner), layer.gate_up, not layer.transpose, None)
+    run.launch_deferred()
+    return Gradients(d_x, *matrices, d_weights)

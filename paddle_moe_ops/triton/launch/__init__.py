@@ -1,0 +1,3 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Device interface, kernel cache and launches on tensors of Paddle."""
