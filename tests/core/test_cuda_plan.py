@@ -29,8 +29,8 @@ LIBRARY = r"""
 #include <algorithm>
 #include <initializer_list>
 
-#include "cuda/fused_plan.h"
-#include "cuda/quantize_plan.h"
+#include "cuda/moe/fused_plan.h"
+#include "cuda/moe/quantize_plan.h"
 
 using namespace pmo::cuda;
 

@@ -13,7 +13,7 @@
 
 #include "common/arithmetic.h"
 #include "common/status.h"
-#include "cuda/limits.h"
+#include "cuda/device_limits.h"
 
 namespace pmo {
 namespace cuda {
