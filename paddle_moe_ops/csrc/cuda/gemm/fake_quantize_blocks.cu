@@ -1,8 +1,13 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// near_blocks on the GPU: a block of 256 threads for each 128 x 128 elements, which reads them twice; a thread has every second element of a
-// column. It serves GPUs without products of float8, where the products take far longer. Bytes moved: E * A * B * (itemsize + 4).
+// Fake quantisation by 128 x 128 blocks: out = dequantize(quantize(x)) in float32, with one float8_e4m3fn scale per block.
+// Memory-bound.
+//
+//   x [E, A, B] contiguous, float32, float16 or bfloat16   out float32 [E, A, B]
+//
+// For GPUs without float8 MMAs, whose GEMMs take far longer than this kernel. A CTA of 256 threads processes one block per
+// iteration; a thread has every second element of a column. x is read twice. Bytes moved: E A B (itemsize + 4).
 #include <cstdint>
 
 #include "common/checks.h"
@@ -28,14 +33,14 @@ __global__ void __launch_bounds__(kThreads) near_blocks(pmo_near_blocks_params p
     const int64_t first = row + threadIdx.x / kSide, matrix = block / (heights * widths) * p.num_rows;
     float amax = 0.0f;
     for (int64_t i = first; i < end; i += 2) {
-      amax = fmaxf(amax, fabsf(Rows::load(x[(matrix + i) * p.num_columns + column])));  // of a number and NaN, the number
+      amax = fmaxf(amax, fabsf(Rows::load(x[(matrix + i) * p.num_columns + column])));  // fmaxf ignores NaN
     }
     if (threadIdx.x == 0) highest = 0;
     __syncthreads();
-    atomicMax(&highest, __float_as_uint(amax));  // in this order for what is not negative
+    atomicMax(&highest, __float_as_uint(amax));  // bits of non-negative floats have the order of the values
     __syncthreads();
     const float scale = float8_scale(__uint_as_float(highest), p.amax_min), inverse = __frcp_rn(scale);
-    __syncthreads();  // it may be written again
+    __syncthreads();  // before `highest` is overwritten
     for (int64_t i = first; i < end; i += 2) {
       const int64_t place = (matrix + i) * p.num_columns + column;
       const uint32_t code = float8_pair(Rows::load(x[place]), 0.0f, inverse) & 0xFFu;

@@ -1,13 +1,18 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Tables of experts' rows, zeros in rows of no expert, sums of rows, and SwiGLU with its gradient.
+// Row kernels around the grouped GEMMs: tables of experts, zeros in rows of no expert, row sums, SwiGLU and dSwiGLU. All are
+// memory-bound.
 //
-// tables: one block, a thread for each of 256 experts at a time, with running sums and the running end of the groups. 16 E bytes written.
-// clear: a warp for each row, which finds by bisection of `stop` whether an expert has it. Writes the rows of no expert.
-// row_sums: a thread for each row, for rows are short. Reads M W numbers and writes M.
-// swiglu: a thread for each vector of columns; reads 2 n numbers of a row and writes n.
-// swiglu_backward: a warp for each row; reads 3 n numbers and writes 3 n. The dot product is added up lane by lane, then halves onto halves.
+// * grouped_tables: sizes and offsets [E] -> first, stop, tiles, window. One CTA, a thread per expert, 256 experts at a time,
+//   with
+//   carried prefix sums and a carried end of the groups. Writes 12 E bytes.
+// * grouped_clear: a warp per row bisects `stop` for its expert and writes zeros to rows of no expert.
+// * row_sums: out[r] = sum of values[r, 0 ... W - 1]. A thread per row, since rows are short. Reads 4 M W bytes, writes 4 M.
+// * swiglu: act [M, n] = silu(gate) * up for hidden [M, 2 n]. A thread per access of up to 16 bytes. Reads 2 n elements of a row,
+//   writes n.
+// * swiglu_backward: d_hidden and weights[r] * act from d_act. A warp per row. Reads 3 n elements of a row, writes 3 n. The dot
+//   product act . d_act is summed lane by lane, then across the warp by halves.
 #include "common/checks.h"
 #include "common/ids.h"
 #include "cuda/vectors.cuh"
@@ -22,12 +27,12 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 
-// What the threads before the calling one have, and all threads; of numbers that are not negative.
+// Exclusive prefix and total of a block-wide scan of non-negative values.
 struct Scanned {
   int64_t before, all;
 };
 
-// `of_warps` has kWarps numbers in shared memory. Every thread of the block takes part.
+// Block-wide scan; all threads call it. `of_warps` is kWarps values in shared memory.
 template <typename Operation>
 __device__ Scanned scan(int64_t value, int64_t* of_warps, Operation operation) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -38,15 +43,15 @@ __device__ Scanned scan(int64_t value, int64_t* of_warps, Operation operation) {
   if (lane == kWarpSize - 1) of_warps[warp] = value;
   __syncthreads();
   const int64_t neighbour = __shfl_up_sync(kAllLanes, value, 1);
-  Scanned made = {lane == 0 ? 0 : neighbour, 0};
+  Scanned result = {lane == 0 ? 0 : neighbour, 0};
   int64_t warps_before = 0;
   for (int i = 0; i < kWarps; ++i) {
-    if (i == warp) warps_before = made.all;
-    made.all = operation(made.all, of_warps[i]);
+    if (i == warp) warps_before = result.all;
+    result.all = operation(result.all, of_warps[i]);
   }
-  made.before = operation(made.before, warps_before);
-  __syncthreads();  // of_warps may be written again
-  return made;
+  result.before = operation(result.before, warps_before);
+  __syncthreads();  // before of_warps is overwritten
+  return result;
 }
 
 __global__ void __launch_bounds__(kThreads) grouped_tables(pmo_grouped_tables_params p) {
@@ -87,7 +92,7 @@ __global__ void __launch_bounds__(kThreads) grouped_clear(pmo_grouped_clear_para
   const int lane = threadIdx.x % kWarpSize;
   for (int64_t row = blockIdx.x * int64_t{kWarps} + threadIdx.x / kWarpSize; row < p.num_rows;
        row += int64_t{gridDim.x} * kWarps) {
-    int64_t low = 0, high = p.num_experts;  // the first expert whose rows end after this one
+    int64_t low = 0, high = p.num_experts;  // first expert whose rows end after this one
     while (low < high) {
       const int64_t middle = (low + high) / 2;
       if (__ldg(p.stop + middle) <= row) {
@@ -152,10 +157,11 @@ __global__ void __launch_bounds__(kThreads) swiglu_backward(pmo_swiglu_backward_
       scaled = elements_at<Rows, kWidth>(p.scaled, row * vectors + i);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        const float share = sigmoid(gate.values[j]), silu = gate.values[j] * share, d_act = scaled.values[j] * weight;
+        const float gate_sigmoid = sigmoid(gate.values[j]), silu = gate.values[j] * gate_sigmoid,
+                    d_act = scaled.values[j] * weight;
         const float act = Rows::load(Rows::store(silu * up.values[j]));
         sum = __fmaf_rn(act, scaled.values[j], sum);
-        gate.values[j] = d_act * up.values[j] * (share + silu * (1.0f - share));
+        gate.values[j] = d_act * up.values[j] * (gate_sigmoid + silu * (1.0f - gate_sigmoid));
         up.values[j] = d_act * silu;
         scaled.values[j] = act * weight;
       }
@@ -185,7 +191,7 @@ int run_row_sums(const pmo_row_sums_params& p, cudaStream_t stream) {
   return launch("row_sums", row_sums, {grid_for(p.num_rows, kThreads), kThreads}, stream, p);
 }
 
-// Calls run(Rows(), width in elements) for a width that checked rows of `columns` columns have.
+// Returns run(Rows(), elements per access) for the widest access that all arrays and their rows of `columns` columns allow.
 template <typename Run>
 int in_vectors(int32_t dtype, int64_t columns, std::initializer_list<const void*> arrays, Run run) {
   uintptr_t all = static_cast<uintptr_t>(columns * dtype_size(dtype));

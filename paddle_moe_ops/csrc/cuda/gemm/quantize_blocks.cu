@@ -1,12 +1,18 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Matrices in float8 with a scale for each 128 x 128 elements, and their transposes, on the GPU.
+// Block quantisation of stacked matrices to float8_e4m3fn, one scale per 128 x 128 block, with an optional transposed copy.
+// Memory-bound.
 //
-// A block of 256 threads makes one scale. Thread t holds 8 x 8 elements: rows from t / 16 * 8 on, columns from t % 16 * 8 on. The codes of
-// a row go to memory at once, 128 bytes by 16 threads. Their transpose is made in registers, 8 x 8 bytes at a time, and goes through
-// shared memory, in which the place of 8 bytes depends on the column, so that 16 threads meet no bank twice.
-// Bytes moved: E * A * B * (itemsize + 1 for each form).
+//   x           [E, A, B] contiguous
+//   straight    codes [E, A, B], scales [E, ceil(A / 128), ceil(B / 128)]
+//   transposed  codes [E, B, A], scales [E, ceil(B / 128), ceil(A / 128)]
+//
+// A CTA of 256 threads quantises one block per iteration of a grid-stride loop. Thread t holds 8 x 8 elements: rows from t / 16 *
+// 8 on, columns from t % 16 * 8 on. 16 threads store the 128 bytes of a row of codes. The transpose runs in registers, 8 x 8
+// bytes at a time, and then through shared memory, swizzled so that 16 threads access distinct banks.
+//
+// Bytes moved: E A B (itemsize + 1 per form).
 #include <cfloat>
 #include <cstdint>
 
@@ -21,32 +27,32 @@ namespace cuda {
 namespace {
 
 constexpr int kBlock = 128;
-constexpr int kSide = 8;  // of a thread's elements
+constexpr int kSide = 8;  // a thread holds kSide x kSide elements
 constexpr int kThreadsOfRow = kBlock / kSide;
 constexpr int kThreads = kThreadsOfRow * kThreadsOfRow;
-constexpr int kBand = 8;  // blocks from one to the next row
+constexpr int kBand = 8;  // rows of blocks in a band
 
-// A form of the result: rows of `columns` codes.
+// One form of the result, straight or transposed: rows of `columns` codes.
 struct Form {
   uint8_t* codes;
   float* scales;
   int rows, columns;
-  bool in_words;  // whether 16 codes of a row lie at a multiple of 16 bytes, and rows end with one
+  bool aligned;  // 16-byte stores: rows are aligned to 16 bytes and end at a multiple of 16
 };
 
-struct BlocksWork {
+struct QuantizeBlocksParams {
   const void* x;
-  Form straight, turned;
+  Form straight, transposed;
   float amax_min;
   int row_blocks, column_blocks;
   int64_t blocks;
-  bool in_vectors;  // whether 8 elements of x lie at a multiple of 16 bytes, and rows end with one
+  bool in_vectors;  // 16-byte loads: x is aligned to 16 bytes and rows end at a multiple of 8 elements
 };
 
-// The largest of the values of a block's threads, for all of them. They wait for each other, so shared memory may be written again.
+// Maximum over the CTA of non-negative values. It synchronises all threads, so shared memory may be overwritten afterwards.
 __device__ float max_over_block(float value) {
   __shared__ uint32_t highest[kThreads / kWarpSize];
-  const uint32_t of_warp = max_over_warp(__float_as_uint(value));  // in this order for what is not negative
+  const uint32_t of_warp = max_over_warp(__float_as_uint(value));  // bits of non-negative floats have the order of the values
   __syncthreads();
   if (threadIdx.x % kWarpSize == 0) highest[threadIdx.x / kWarpSize] = of_warp;
   __syncthreads();
@@ -55,13 +61,13 @@ __device__ float max_over_block(float value) {
   return __uint_as_float(all);
 }
 
-// Elements of x that follow each other, as they are: as float32, those of a thread would leave room for few blocks.
+// Eight consecutive elements of x in their own type: as float32 they would take registers that limit occupancy.
 template <typename Rows>
 struct Eight {
   using Element = typename Rows::Element;
   uint32_t word[kSide * sizeof(Element) / 4];
 
-  __device__ void load(const BlocksWork& work, const Element* row, int columns) {
+  __device__ void load(const QuantizeBlocksParams& work, const Element* row, int columns) {
     if (work.in_vectors && columns >= kSide) {
 #pragma unroll
       for (int i = 0; i < kSide * static_cast<int>(sizeof(Element)) / 16; ++i) {
@@ -85,12 +91,12 @@ struct Eight {
 };
 
 template <typename Rows>
-constexpr int kBlocksAtOnce = sizeof(typename Rows::Element) == 2 ? 3 : 2;  // of a multiprocessor
+constexpr int kMinBlocksPerSm = sizeof(typename Rows::Element) == 2 ? 3 : 2;  // CTAs per SM
 
-// Stores `kBytes` codes of a row, those that are left of it.
+// Stores min(kBytes, left) codes of a row.
 template <int kBytes>
 __device__ void store_codes(const Form& form, uint8_t* target, const uint32_t (&word)[kBytes / 4], int left) {
-  if (form.in_words && left >= kBytes) {
+  if (form.aligned && left >= kBytes) {
     Vector<kBytes> all;
     memcpy(&all, word, kBytes);
     *reinterpret_cast<Vector<kBytes>*>(target) = all;
@@ -102,8 +108,8 @@ __device__ void store_codes(const Form& form, uint8_t* target, const uint32_t (&
   }
 }
 
-// Turns 4 x 4 bytes.
-__device__ void turn_bytes(uint32_t (&word)[4]) {
+// 4 x 4 transpose of bytes.
+__device__ void transpose_bytes(uint32_t (&word)[4]) {
   const uint32_t a = __byte_perm(word[0], word[1], 0x5140), b = __byte_perm(word[0], word[1], 0x7362);
   const uint32_t c = __byte_perm(word[2], word[3], 0x5140), d = __byte_perm(word[2], word[3], 0x7362);
   word[0] = __byte_perm(a, c, 0x5410);
@@ -112,21 +118,22 @@ __device__ void turn_bytes(uint32_t (&word)[4]) {
   word[3] = __byte_perm(b, d, 0x7632);
 }
 
-// Where eight rows of a column are in shared memory.
-__device__ int place_of(int column, int rows_by_8) {
+// Swizzled offset in shared memory of eight rows of a column.
+__device__ int smem_offset(int column, int rows_by_8) {
   return column * kBlock + ((rows_by_8 ^ column / kSide) % kThreadsOfRow) * kSide;
 }
 
 template <typename Rows>
-__global__ void __launch_bounds__(kThreads, kBlocksAtOnce<Rows>) quantize_blocks(const __grid_constant__ BlocksWork work) {
+__global__ void __launch_bounds__(kThreads, kMinBlocksPerSm<Rows>)
+    quantize_blocks(const __grid_constant__ QuantizeBlocksParams work) {
   using Element = typename Rows::Element;
-  __shared__ alignas(16) uint8_t turned[kBlock * kBlock];
-  const Form &straight = work.straight, &across = work.turned;
+  __shared__ alignas(16) uint8_t transposed[kBlock * kBlock];
+  const Form &straight = work.straight, &across = work.transposed;
   const int thread_row = threadIdx.x / kThreadsOfRow, thread_column = threadIdx.x % kThreadsOfRow;
   for (int64_t block = blockIdx.x; block < work.blocks; block += gridDim.x) {
     const int64_t of_matrix = int64_t{work.row_blocks} * work.column_blocks, matrix = block / of_matrix;
     const int inside = static_cast<int>(block - matrix * of_matrix);
-    // Down each column of a band: pieces of both forms that lie side by side are written at about the same time.
+    // Rasterisation in bands, column by column: neighbouring parts of both forms are written at about the same time.
     const int band = inside / (kBand * work.column_blocks), rest = inside - band * kBand * work.column_blocks;
     const int height = min(work.row_blocks - band * kBand, kBand);
     const int column_block = rest / height, row_block = band * kBand + rest - column_block * height;
@@ -145,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<Rows>) quantize_blocks
       float values[kSide];
       elements[i].unpack(values);
 #pragma unroll
-      for (int j = 0; j < kSide; ++j) amax = fmaxf(amax, fabsf(values[j]));  // of a number and NaN, the number
+      for (int j = 0; j < kSide; ++j) amax = fmaxf(amax, fabsf(values[j]));  // fmaxf ignores NaN
     }
     const float scale = float8_scale(max_over_block(amax), work.amax_min), inverse = __frcp_rn(scale);
     uint32_t codes[kSide][kSide / 4];
@@ -174,20 +181,20 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<Rows>) quantize_blocks
         upper[i] = codes[i][j / 4];
         lower[i] = codes[i + 4][j / 4];
       }
-      turn_bytes(upper);
-      turn_bytes(lower);
+      transpose_bytes(upper);
+      transpose_bytes(lower);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int place = place_of(thread_column * kSide + j + i, thread_row);
-        *reinterpret_cast<uint2*>(turned + place) = make_uint2(upper[i], lower[i]);
+        const int offset = smem_offset(thread_column * kSide + j + i, thread_row);
+        *reinterpret_cast<uint2*>(transposed + offset) = make_uint2(upper[i], lower[i]);
       }
     }
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kBlock * kBlock / 16 / kThreads; ++i) {
-      const int piece = threadIdx.x + i * kThreads, of_column = piece / (kBlock / 16), sixteen = piece % (kBlock / 16);
-      const uint2 low = *reinterpret_cast<const uint2*>(turned + place_of(of_column, 2 * sixteen));
-      const uint2 high = *reinterpret_cast<const uint2*>(turned + place_of(of_column, 2 * sixteen + 1));
+      const int chunk = threadIdx.x + i * kThreads, of_column = chunk / (kBlock / 16), sixteen = chunk % (kBlock / 16);
+      const uint2 low = *reinterpret_cast<const uint2*>(transposed + smem_offset(of_column, 2 * sixteen));
+      const uint2 high = *reinterpret_cast<const uint2*>(transposed + smem_offset(of_column, 2 * sixteen + 1));
       const int target_row = column_block * kBlock + of_column, target_column = row_block * kBlock + 16 * sixteen;
       const int64_t target = (matrix * across.rows + target_row) * across.columns + target_column;
       const uint32_t words[4] = {low.x, low.y, high.x, high.y};
@@ -199,12 +206,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<Rows>) quantize_blocks
 int quantize(const pmo_quantize_blocks_params& p, cudaStream_t stream) {
   if (const int status = check_quantize_blocks(p)) return status;
   if (p.num_matrices == 0 || p.num_rows == 0 || p.num_columns == 0) return PMO_OK;
-  const auto in_words = [](const void* codes, int64_t columns) { return address(codes) % 16 == 0 && columns % 16 == 0; };
+  const auto aligned = [](const void* codes, int64_t columns) { return address(codes) % 16 == 0 && columns % 16 == 0; };
   const int rows = static_cast<int>(p.num_rows), columns = static_cast<int>(p.num_columns);
-  BlocksWork work = {};
+  QuantizeBlocksParams work = {};
   work.x = p.x;
-  work.straight = {static_cast<uint8_t*>(p.codes), p.scales, rows, columns, in_words(p.codes, columns)};
-  work.turned = {static_cast<uint8_t*>(p.turned_codes), p.turned_scales, columns, rows, in_words(p.turned_codes, rows)};
+  work.straight = {static_cast<uint8_t*>(p.codes), p.scales, rows, columns, aligned(p.codes, columns)};
+  work.transposed = {static_cast<uint8_t*>(p.turned_codes), p.turned_scales, columns, rows, aligned(p.turned_codes, rows)};
   work.amax_min = p.amax_min;
   work.row_blocks = static_cast<int>(divide_up(p.num_rows, int64_t{kBlock}));
   work.column_blocks = static_cast<int>(divide_up(p.num_columns, int64_t{kBlock}));

@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The grouped product in tiles of PMO_GROUPED_TURNED_ROWS rows.
+// Entry of the swap-AB grouped GEMM (swap_ab.cu).
 #pragma once
 
 #include "cuda/launch.h"
@@ -10,8 +10,8 @@
 namespace pmo {
 namespace cuda {
 
-// The parameters are checked, and there are rows and columns.
-int turned_product(const pmo_grouped_product_params& p, cudaStream_t stream);
+// Launches for params with tile_rows = PMO_GROUPED_TURNED_ROWS. They are checked, and num_rows and width are positive.
+int swap_ab_gemm(const pmo_grouped_product_params& p, cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace pmo

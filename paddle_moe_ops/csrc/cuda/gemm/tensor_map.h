@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Descriptions of tensors for the copy engine of Hopper, and whether a GPU is one.
+// Host side of TMA: tensor maps with 128-byte swizzle, and the check for compute capability 9.0.
 #pragma once
 
 #include "cuda/driver.h"
@@ -10,7 +10,7 @@
 namespace pmo {
 namespace cuda {
 
-// The limits of the current device, which must be able to run `kernel`.
+// Limits of the current device; an error unless it can run `kernel`.
 inline int hopper_limits(const char* kernel, int* device, DeviceLimits* limits) {
   if (const int status = current_device(device, limits)) return status;
   if (limits->major == 9 && CUDART_VERSION >= 12000) return PMO_OK;
@@ -18,7 +18,8 @@ inline int hopper_limits(const char* kernel, int* device, DeviceLimits* limits) 
               std::string("CUDA: ") + kernel + " needs compute capability 9.0 and a library built with CUDA 12 or newer");
 }
 
-// Rows of `sizes[0]` numbers; strides, in elements, are those of the other dimensions. A box is swizzled by 128 bytes.
+// A tensor of up to three dimensions, innermost first, with the box of one TMA copy. strides[i] is the stride of dimension i + 1,
+// in elements.
 struct Tensor {
   const void* address;
   int rank;
@@ -27,6 +28,7 @@ struct Tensor {
   int box[3];
 };
 
+// Encodes a tensor map; elements outside the tensor load as zeros. Returns a status.
 inline int encode(const Tensor& tensor, CUtensorMapDataType type, int bytes, CUtensorMap* map,
                   CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B) {
   static const auto encoder = driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled", 12000);
@@ -46,7 +48,7 @@ inline int encode(const Tensor& tensor, CUtensorMapDataType type, int bytes, CUt
   return PMO_OK;
 }
 
-// Of numbers of 16 bits.
+// The same for 16-bit elements.
 inline int encode(const Tensor& tensor, bool is_bfloat16, CUtensorMap* map,
                   CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B) {
   const CUtensorMapDataType type = is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;

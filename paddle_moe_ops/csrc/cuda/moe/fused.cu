@@ -1,22 +1,24 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Routing and permutation in one launch.
+// Fused route and permute: routing maps and permuted rows, or either alone, in one launch.
 //
-// Blocks: two per multiprocessor, all resident at once (a cooperative launch wherever they wait for each other). Without rows: up to
-// three quarters of those that the GPU has room for, so that kernels of collectives fit beside them. Each owns a contiguous range of tokens, or of pieces of rows when there are fewer tokens
-// than blocks (fused_plan.h).
+// CTAs: two per SM, all resident (a cooperative launch wherever they synchronise). Without rows: up to three quarters of the CTAs
+// that the GPU has room for, so that kernels of collectives fit next to them. Each CTA owns a contiguous range of tokens, or of
+// pieces of rows if there are fewer tokens than CTAs (fused_plan.h). 12 warps route and store rows, one warp loads rows.
 //
-// Routing, a stable counting sort of slots by expert without atomics on positions: a block counts its slots, the blocks exchange
-// counts through [blocks, E] in global memory with two waits, and every block then knows where the rows of its slots begin. With few
-// slots every block counts them all and no block waits. Ranks within a block follow from __match_any_sync over whole tokens.
+// Routing (fused_route.cuh): a stable counting sort of slots by expert without atomics on positions. A CTA counts its slots, CTAs
+// exchange counts through [E, CTAs] in global memory with two grid barriers, and every CTA then knows the first rows of its
+// slots. With few slots every CTA counts all of them and no grid barrier is needed. Ranks within a CTA come from warp votes over
+// whole tokens.
 //
-// Moving: a block stages source rows in shared memory by bulk copies, as many as fit (about 110 KiB), and writes each to its rows: long
-// rows by bulk copies again, short ones by ordinary stores, if one stage holds all of them. The first stage is on its way while the
-// routing runs. Between stages all blocks wait for each other: memory that changes between reading and writing loses time, so the whole
-// GPU reads at one time and writes at another (docs/kernel_notes.md). Where that is slower, move_pieces (permute.cu) moves the rows.
+// Permutation (fused_move.cuh): a CTA stages source rows in shared memory by cp.async.bulk, as many as fit (about 110 KiB), and
+// writes each to its rows: long rows by cp.async.bulk, short ones by ordinary stores if one stage holds all of them. The first
+// stage loads while the routing runs. Between stages all CTAs synchronise, so that the whole GPU reads at one time and writes at
+// another: memory loses time when it switches between reads and writes (docs/kernel_notes.md). If that is slower, move_pieces
+// (permute.cu) moves the rows.
 //
-// Bytes moved: (T + N) * (H + S) elements; ids read once (by every block, if they are few), maps written once.
+// Memory-bound: (T + N) (H + S) elements; ids read once (by every CTA, if they are few), maps written once.
 #include "cuda/moe/fused.cuh"
 
 #include <cooperative_groups.h>
@@ -30,14 +32,14 @@ namespace pmo {
 namespace cuda {
 namespace {
 
-// What blocks that count for each other do until each knows its slots' first rows; leaves totals and `before`.
+// Counting by all CTAs together, until each knows the first rows of its slots; fills scratch.totals and scratch.before.
 __device__ void count_together(const FusedWork& work, const Share& share, const Lane& me, const WarpRange& range,
                                const RoutingScratch& scratch, int32_t* cleaned) {
   const auto grid = cooperative_groups::this_grid();
   const int experts = work.num_experts, blocks = static_cast<int>(gridDim.x);
   count_own(work, share, me, range, scratch, cleaned);
   sync_routing();
-  // each warp's first slot of every expert within the block, and the block's counts
+  // prefix sums over the warps of the CTA, and the counts of the CTA
 #pragma unroll 1
   for (int expert = threadIdx.x; expert < experts; expert += kFusedThreads) {
     int32_t sum = 0;
@@ -63,7 +65,7 @@ __device__ void count_together(const FusedWork& work, const Share& share, const 
   sync_routing();
 }
 
-// All maps of the block's tokens, by the threads that route.
+// All maps of the CTA's tokens, by the routing threads.
 __device__ void route_own(const FusedWork& work, const Share& share, int32_t* memory, uint64_t* warp_sums, int32_t* dropped) {
   const RoutingScratch scratch(memory, work);
   const Lane me(work.topk, work.num_experts);
@@ -96,7 +98,7 @@ __device__ void route_own(const FusedWork& work, const Share& share, int32_t* me
 #pragma unroll 1
     for (int expert = threadIdx.x; expert < experts; expert += kFusedThreads) scratch.before[expert] += scratch.starts[expert];
     sync_routing();
-    if (warp == 0) {  // one warp: a block has few tokens
+    if (warp == 0) {  // one warp: the CTA has few tokens
       place_own(work, share, me, WarpRange{share.first_token, share.last_token}, scratch.before, nullptr, scratch.slots);
     }
   } else {
@@ -113,7 +115,7 @@ __device__ void route_own(const FusedWork& work, const Share& share, int32_t* me
   write_padding(work, scratch);
 }
 
-// Where route_own left the rows of a block's tokens.
+// The rows that route_own wrote for the CTA's tokens.
 __device__ BlockRows routed_rows(const FusedWork& work, const Share& share, int32_t* memory) {
   if (work.counts_everything) return {RoutingScratch(memory, work).slots, share.first_token};
   return {work.token_rows != nullptr ? work.token_rows : work.slot_to_row, 0};
@@ -134,12 +136,12 @@ __global__ void __launch_bounds__(kBlockThreads, kMove == Move::kNone ? kRouting
   if (kRoute && !loader) {
     route_own(work, share, scratch, warp_sums, &dropped);
   } else if (kRoute && !work.counts_everything) {
-    // Rows on their way would slow down the few bytes that the blocks exchange: they start when every block knows the counts.
+    // Row loads would slow down the exchange of counts, so they start after both grid barriers.
     cooperative_groups::this_grid().sync();
     cooperative_groups::this_grid().sync();
   }
   if (kMove != Move::kNone && loader) {
-    if (threadIdx.x == kFusedThreads) init_load_barrier(&barrier);
+    if (threadIdx.x == kFusedThreads) bulk_mbarrier_init(&barrier);
     __syncwarp();
     load_stage(work, Stage(work, share, 0, shared), &barrier);
   } else if (!kRoute && (work.fill_rows || work.fill_scales)) {
@@ -158,7 +160,7 @@ int launch_plan(const FusedPlan& plan, int device, int64_t most_shared, const Fu
   const Grid grid = {static_cast<unsigned>(plan.blocks), kBlockThreads, static_cast<size_t>(plan.shared_bytes), plan.cooperative};
   const cudaError_t error = try_launch(kernel, grid, stream, work, static_cast<int32_t>(plan.stage_bytes));
   if (error == cudaErrorCooperativeLaunchTooLarge ||
-      error == cudaErrorNotSupported) {  // only a part of the GPU is available to this process
+      error == cudaErrorNotSupported) {  // this process may use only a part of the GPU
     forget(error);
     return kNotLaunched;
   }
@@ -234,7 +236,7 @@ int64_t fused_workspace_ints(int64_t num_experts) { return num_experts <= kMaxFu
 bool fused_moves(const pmo_permute_params& p) {
   const RowArray rows = rows_of(p), scales = scales_of(p);
   if (rows.row_bytes == 0 || rows.row_bytes > kMaxIndex || p.num_tokens < 1 || p.topk < 1 || p.num_rows < 1) return false;
-  // a token's scales are staged whole
+  // a stage holds a token's scales whole
   return widest_access(rows, p.num_tokens) == 16 && scales.row_bytes <= 16384 && widest_access(scales, p.num_tokens) == 16;
 }
 
@@ -260,7 +262,7 @@ int launch_fused(const FusedRouting* routing, const pmo_permute_params* permute,
   if (routing != nullptr) {
     const FewSlotsPlan few = plan_few_slots(sizes, routing->params->padding_alignment);
     if (few.fits) {
-      work.slot_to_row = routing->params->slot_to_row;  // not the workspace, where the ids may be
+      work.slot_to_row = routing->params->slot_to_row;  // not the workspace, which may hold the ids
       return launch_few_slots(work, few, stream);
     }
   } else {

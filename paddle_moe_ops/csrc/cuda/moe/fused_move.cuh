@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// How the fused kernel (fused.cu) moves rows: stages in shared memory, from tokens to rows.
+// Permutation part of the fused kernel (fused.cu): stages of source rows in shared memory, then stores to the rows of each token.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -14,12 +14,12 @@
 namespace pmo {
 namespace cuda {
 
-// The padding rows of a given routing, by the threads that do not load.
+// Zeroes the padding rows of a given routing, by the threads that do not load.
 __device__ inline void zero_padding_rows(const FusedWork& work) {
   PaddingRows(work.row_to_token, work.num_rows, gridDim.x, kFusedWarps).each([&](int64_t row) { zero_padding_row(work, row); });
 }
 
-// One stage of a block: pieces [first, first + count) of its rows in shared memory, then their tokens' scales.
+// One stage of a CTA: pieces [first, first + count) in shared memory, then their tokens' scales.
 struct Stage {
   int32_t first;
   int32_t count;
@@ -35,7 +35,7 @@ struct Stage {
   }
 };
 
-// Which token's piece it is, and which part of its row.
+// Token of a piece, and its part of the row.
 struct Piece {
   int32_t token, part;
 
@@ -49,7 +49,7 @@ struct Piece {
   __device__ int32_t bytes(const FusedWork& work) const { return min(work.piece_bytes, work.row_bytes - offset(work)); }
 };
 
-// One warp starts the loads of a stage.
+// Issues the cp.async.bulk loads of a stage; by one warp.
 __device__ inline void load_stage(const FusedWork& work, const Stage& stage, uint64_t* barrier) {
   if (stage.count == 0) return;
   const int lane = threadIdx.x % kWarpSize;
@@ -60,22 +60,23 @@ __device__ inline void load_stage(const FusedWork& work, const Stage& stage, uin
     bytes += piece.bytes(work) + (piece.part == 0 ? work.scale_bytes : 0);
   }
   bytes = sum_over_warp(bytes);
-  if (lane == 0) expect_loads(barrier, bytes);
+  if (lane == 0) bulk_mbarrier_arrive_expect_tx(barrier, bytes);
   __syncwarp();
-  const uint64_t policy = evict_first_policy();
+  const uint64_t policy = createpolicy_evict_first();
 #pragma unroll 1
   for (int32_t index = lane; index < stage.count; index += kWarpSize) {
     const Piece piece(work, stage, index);
-    bulk_load(stage.piece(work, index), work.x + piece.token * work.x_stride + piece.offset(work), piece.bytes(work), barrier,
-              policy);
+    cp_async_bulk_load(stage.piece(work, index), work.x + piece.token * work.x_stride + piece.offset(work), piece.bytes(work),
+                       barrier, policy);
     if (work.scale_bytes > 0 && piece.part == 0) {
-      bulk_load(stage.scales(work, index), work.scale + piece.token * work.scale_stride, work.scale_bytes, barrier, policy);
+      cp_async_bulk_load(stage.scales(work, index), work.scale + piece.token * work.scale_stride, work.scale_bytes, barrier,
+                         policy);
     }
   }
 }
 
-// Warps from first_warp on write the stage's rows and scales, or its scales alone, from shared memory to each of their token's rows. A
-// warp takes a piece, or a segment of it, into registers and then goes through the rows.
+// Ordinary stores of a stage's rows and scales, or of its scales alone, by the warps from first_warp on. A warp loads a piece, or
+// a segment of it, into registers and then stores it to each of the token's rows.
 template <bool kRows>
 __device__ inline void store_vectors(const FusedWork& work, const Stage& stage, const BlockRows& block_rows, int first_warp) {
   const int lane = threadIdx.x % kWarpSize;
@@ -88,7 +89,7 @@ __device__ inline void store_vectors(const FusedWork& work, const Stage& stage, 
     const int32_t index = segments == 1 ? job : job / segments;
     const Piece piece(work, stage, index);
     const int32_t segment = job - index * segments, first = segment * per_segment;
-    // of every 32 vectors the lane has one
+    // one lane has one of every 32 vectors
     const int32_t mine = kRows ? min(per_segment, piece.bytes(work) / 16 - first) - lane : 0;
     const int32_t scales = piece.part == 0 && segment == 0 ? work.scale_bytes / 16 : 0;
     const auto* from = reinterpret_cast<const Vector16*>(stage.piece(work, index)) + first + lane;
@@ -122,7 +123,7 @@ __device__ inline void store_vectors(const FusedWork& work, const Stage& stage, 
   }
 }
 
-// The first warp hands every piece and row of the stage to the copy engine.
+// cp.async.bulk stores of every piece of the stage to each of its rows; by the first warp.
 __device__ inline void bulk_store_rows(const FusedWork& work, const Stage& stage, const BlockRows& block_rows) {
 #pragma unroll 1
   for (int32_t i = threadIdx.x; i < stage.count * work.topk; i += kWarpSize) {
@@ -130,12 +131,13 @@ __device__ inline void bulk_store_rows(const FusedWork& work, const Stage& stage
     const Piece piece(work, stage, index);
     const int32_t row = block_rows.rows[(piece.token - block_rows.first_token) * work.topk + i - index * work.topk];
     if (row < 0 || row >= work.num_rows) continue;
-    bulk_store(work.rows + row * int64_t{work.row_bytes} + piece.offset(work), stage.piece(work, index), piece.bytes(work));
+    cp_async_bulk_store(work.rows + row * int64_t{work.row_bytes} + piece.offset(work), stage.piece(work, index),
+                        piece.bytes(work));
   }
 }
 
-// Moves all stages of a block; the first is being loaded. Between stages all blocks wait for each other, so that all of them read at one
-// time and write at another.
+// Stores all stages of a CTA; the first one is already loading. Grid barriers between stages make all CTAs read at one time and
+// write at another.
 template <bool kBulkStores>
 __device__ inline void move_stages(const FusedWork& work, const Share& share, char* memory, const BlockRows& block_rows,
                                    uint64_t* barrier) {
@@ -144,7 +146,7 @@ __device__ inline void move_stages(const FusedWork& work, const Share& share, ch
   for (int32_t index = 0; index < work.num_stages; ++index) {
     const Stage stage(work, share, index, memory);
     if (stage.count > 0) {
-      wait_for_loads(barrier, index);
+      bulk_mbarrier_wait_parity(barrier, index);
       if (!kBulkStores) {
         store_vectors<true>(work, stage, block_rows, 0);
       } else if (bulk_storer) {
@@ -153,7 +155,7 @@ __device__ inline void move_stages(const FusedWork& work, const Share& share, ch
         store_vectors<false>(work, stage, block_rows, 1);
       }
     }
-    if (bulk_storer) wait_for_store_reads();
+    if (bulk_storer) cp_async_bulk_wait_read();
     if (index + 1 == work.num_stages) break;
     cooperative_groups::this_grid().sync();
     if (loader) load_stage(work, Stage(work, share, index + 1, memory), barrier);
