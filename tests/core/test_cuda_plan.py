@@ -61,7 +61,7 @@ extern "C" void few_slots(const int64_t* sizes, int64_t padding_alignment, int64
   put({p.fits, p.threads, p.parts, p.blocks}, out);
 }
 
-extern "C" int turns(const pmo_quantize_params* params) { return turns_scales(*params); }
+extern "C" int turns(const pmo_quantize_params* params) { return transposes_scales(*params); }
 """
 
 

@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// What a GPU holds, and values that are kept for each GPU. Plain C++, so that launches can be planned, and the plans tested, without one.
+// Limits of a GPU, and values that are kept per GPU. Plain C++, so that launches can be planned, and plans tested, without a GPU.
 #pragma once
 
 #include <atomic>
@@ -12,24 +12,24 @@ namespace pmo {
 namespace cuda {
 
 constexpr int kWarpSize = 32;
-constexpr int kOldestCapability = 80;         // ten times the compute capability
-constexpr int kMultiprocessorThreads = 1536;  // no GPU of that capability or a newer one holds fewer
+constexpr int kOldestCapability = 80;         // 10 * major + minor
+constexpr int kMultiprocessorThreads = 1536;  // at least, on every GPU of that capability or a newer one
 constexpr int kMultiprocessorRegisters = 65536;
 
 struct DeviceLimits {
   int major = 0;  // of the compute capability
   int multiprocessors = 0;
-  int shared_per_block = 0;  // bytes that a kernel may ask for
+  int shared_per_block = 0;  // largest dynamic shared memory of a CTA, bytes
   int shared_per_multiprocessor = 0;
   int threads_per_multiprocessor = 0;
   int registers_per_multiprocessor = 0;
 };
 
-// A value per device, determined by the first thread that asks for it while others wait.
+// A value per device. The first caller determines it while others wait.
 template <typename Value>
 class OncePerDevice {
  public:
-  // find(Value*) returns a status; what fails is tried again by the next caller.
+  // find(Value*) returns a status; after a failure the next caller tries again.
   template <typename Find>
   int get(int device, Value* value, Find find) {
     if (device < 0 || device >= kKeptDevices) return find(value);

@@ -1,8 +1,10 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// dequantize on the GPU: a block per row, a thread for 16 neighbouring elements, which share a scale.
-// Bytes moved: N * (H + 4 C) and N * H elements.
+// dequantize: out [N, H] = code * scale (pmo/quantize.h). A CTA per row, a thread for 16 neighbouring elements, which share a
+// scale.
+//
+// Memory-bound: N (H + 4 C) bytes and N H elements.
 #include <cstdint>
 
 #include "common/checks.h"

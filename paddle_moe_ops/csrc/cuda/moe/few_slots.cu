@@ -1,19 +1,19 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Routing of few slots, with or without their rows, in one launch of blocks that need nothing from each other.
+// Fused route and permute for few slots (up to 768 tokens, or 576 without rows; 8 slots each): one launch without communication
+// between CTAs. Segments must not be padded.
 //
-// The first block counts the slots of every expert. Every other block has a part of one token's row: it loads the part into registers, and
-// while that is on its way finds the token's rows by comparing its experts with those of all slots, which it keeps in shared memory, 16 bits
-// each and eight to a token: the row of a slot is the number of slots with a smaller expert, and of those before it with the same one. That
-// is T * T * 64 comparisons in all, two to an instruction, and no histogram, scan or barrier between blocks, which is why segments must not
-// be padded. The block of a row's first part writes the token's maps and scales. Rows after the last segment are divided among all
-// blocks.
+// CTA 0 counts the slots of every expert. Every other CTA has a part of one token's row: it loads the part into registers and
+// meanwhile computes the token's rows. For this it keeps the experts of all slots in shared memory, 16 bits each, eight per
+// token: the row of a slot is the number of slots with a smaller expert, plus the number of earlier slots with the same one. That
+// is T * T * 64 comparisons in all, two per instruction, instead of a histogram, a scan and grid barriers. The CTA of a row's
+// first part also writes the token's maps and scales. All CTAs but the first zero the rows after the last segment.
 //
-// Loops are not unrolled where that is possible, and the usual case has its own kernel: at these sizes the time to fetch instructions
-// matters.
+// Latency-bound: at these sizes the time to fetch instructions matters, so loops are not unrolled where possible and the usual
+// case has a kernel of its own.
 //
-// Bytes moved: (T + N) * (H + S) elements; ids are read by every block, from the L2.
+// Bytes moved: (T + N) (H + S) elements; every CTA reads the ids from the L2.
 #include "cuda/moe/fused.cuh"
 #include "cuda/moe/fused_route.cuh"
 
@@ -21,17 +21,17 @@ namespace pmo {
 namespace cuda {
 namespace {
 
-constexpr int32_t kNone = 1 << 14;   // after all experts; a bit that no other has
+constexpr int32_t kNone = 1 << 14;   // no expert: greater than all experts, in a bit that no expert has
 constexpr uint32_t kBoth = 0x10001;  // 1 in both halves of a word
 
 static_assert(kMaxFusedExperts <= kNone, "half of a word holds an expert");
 
-// The experts of a token's slots, two to a word.
+// Experts of a token's slots, two per word.
 struct alignas(16) Experts {
   uint32_t words[kFewWords];
 };
 
-// Of both halves, as signed numbers: min(a + b, 1), but no less than 0.
+// Per signed half: a + b clamped to [0, 1].
 __device__ uint32_t add_up_to_one(uint32_t a, uint32_t b) {
 #if CUDART_VERSION >= 12000
   return __viaddmin_s16x2_relu(a, b, kBoth);
@@ -40,7 +40,7 @@ __device__ uint32_t add_up_to_one(uint32_t a, uint32_t b) {
 #endif
 }
 
-// A token's experts, kNone for a slot that has none. `whole` loads eight narrow ids at once.
+// A token's experts, kNone for a slot without one. `whole` loads eight 32-bit ids by two vector accesses.
 struct TokenIds {
   int32_t expert[kFewTopk];
 
@@ -58,7 +58,8 @@ struct TokenIds {
   }
 };
 
-// The experts of all slots into shared memory, kNone for a slot that has none or repeats one of its token; a thread takes a token.
+// Stores the experts of all slots in shared memory, kNone for a slot without one or with one that its token named before. A
+// thread per token.
 template <bool kCommon>
 __device__ void load_all_experts(const FusedWork& work, Experts* experts) {
   const bool whole =
@@ -82,7 +83,7 @@ __device__ void load_all_experts(const FusedWork& work, Experts* experts) {
   }
 }
 
-// The counts of all experts, by one block.
+// Counts of all experts, by one CTA.
 __device__ void write_all_counts(const FusedWork& work, const int16_t* experts, int32_t* counts) {
 #pragma unroll 1
   for (int expert = threadIdx.x; expert < work.num_experts; expert += blockDim.x) counts[expert] = 0;
@@ -95,7 +96,7 @@ __device__ void write_all_counts(const FusedWork& work, const int16_t* experts, 
   }
   __syncthreads();
   if (threadIdx.x >= kWarpSize) return;
-  int32_t rows = 0;  // of the experts before
+  int32_t rows = 0;  // of earlier experts
 #pragma unroll 1
   for (int first = 0; first < work.num_experts; first += kWarpSize) {
     const int expert = first + threadIdx.x;
@@ -114,12 +115,12 @@ __device__ void write_all_counts(const FusedWork& work, const int16_t* experts, 
   if (work.overflow != nullptr) *work.overflow = rows - within_buffer(rows, work.num_rows);
 }
 
-// What one token's slots wrote about themselves, a lane per slot; rows [K] as they are in slot order, -1 for a slot without one.
+// Writes the maps of one token, a lane per slot; rows [K] are in slot order, -1 for a slot without a row.
 __device__ void write_token_maps(const FusedWork& work, int32_t token, const int16_t* experts, const int32_t* rows, float prob) {
   const int k = threadIdx.x;
   if (k >= work.topk) return;
   const int32_t slot = token * work.topk + k, row = rows[k];
-  // ascending rows, then the slots without one in slot order
+  // ascending rows, then slots without a row in slot order
   const auto key = [&](int of) { return rows[of] >= 0 ? static_cast<uint32_t>(rows[of]) : 0x80000000u + of; };
   int32_t place = 0;
 #pragma unroll 1
@@ -133,7 +134,7 @@ __device__ void write_token_maps(const FusedWork& work, int32_t token, const int
   if (work.row_probs != nullptr) work.row_probs[row] = prob;
 }
 
-// The probability of the lane's slot of a token.
+// Probability of the lane's slot of a token.
 __device__ float load_prob(const FusedWork& work, int32_t token) {
   const int k = threadIdx.x;
   if (work.row_probs == nullptr || k >= work.topk || token >= work.num_tokens) return 0.0f;
@@ -143,13 +144,13 @@ __device__ float load_prob(const FusedWork& work, int32_t token) {
   return expert < 0 ? 0.0f : __ldg(work.probs + int64_t{token} * work.num_experts + expert);
 }
 
-// What most calls have: eight slots a token, narrow ids that can be loaded at once, and probabilities by slot.
+// True for the usual case: eight slots per token, 32-bit ids aligned for vector loads, probabilities by slot.
 bool is_common(const FusedWork& work) {
   return work.topk == kFewTopk && !work.ids_are_64_bit && reinterpret_cast<uintptr_t>(work.ids) % 16 == 0 &&
          !work.probs_by_expert;
 }
 
-// The same work, with what is_common found known to the compiler.
+// The same work with the facts of is_common as compile-time constants.
 __device__ FusedWork common_work(FusedWork work, bool has_scales) {
   work.topk = kFewTopk;
   work.ids_are_64_bit = work.probs_by_expert = false;
@@ -166,18 +167,18 @@ __global__ void __launch_bounds__(kFewThreads, 4) few_slots(const __grid_constan
   __shared__ __align__(16) Experts experts[kFewTokens];
   __shared__ int32_t counts[kMaxFusedExperts];
   __shared__ uint32_t sums[kFewWords + 1][kFewThreads / kWarpSize];
-  __shared__ int32_t rows[kFewTopk + 1];  // of the token's slots, and the number of all
+  __shared__ int32_t rows[kFewTopk + 1];  // of the token's slots; [kFewTopk]: number of all routed slots
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
   const int32_t job = static_cast<int32_t>(blockIdx.x) - 1, token = job < 0 ? 0 : job / parts, part = job - token * parts;
-  const bool has_token = job >= 0 && token < work.num_tokens;  // otherwise counts, or only padding
+  const bool has_token = job >= 0 && token < work.num_tokens;  // other CTAs count, or only zero padding
   const int32_t accesses = has_token ? work.row_bytes / 16 : 0, scales = has_token && part == 0 ? work.scale_bytes / 16 : 0;
   const int32_t first = divide_up(accesses, parts) * part + threadIdx.x;
   const int32_t last = min(accesses, divide_up(accesses, parts) * (part + 1));
   const auto* source = reinterpret_cast<const Vector16*>(work.x + token * work.x_stride);
   const auto* scale = reinterpret_cast<const Vector16*>(work.scale + token * work.scale_stride);
-  Vector16 held[kFewHeld], held_scale = {};
+  Vector16 held[kFewAccesses], held_scale = {};
 #pragma unroll
-  for (int i = 0; i < kFewHeld; ++i) {
+  for (int i = 0; i < kFewAccesses; ++i) {
     if (first + i * static_cast<int32_t>(blockDim.x) < last) held[i] = source[first + i * blockDim.x];
   }
   if (threadIdx.x < scales) held_scale = scale[threadIdx.x];
@@ -189,8 +190,8 @@ __global__ void __launch_bounds__(kFewThreads, 4) few_slots(const __grid_constan
     return;
   }
 
-  // own - kBase + (kBase - other), if it is no less than 0 and no more than 1, says whether an expert is greater than another, in both
-  // halves of a word at once. No half leaves its range, or takes from the other.
+  // own - kBase + (kBase - other), clamped to [0, 1], tells whether one expert is greater than another, in both halves of a word.
+  // No half overflows or borrows from the other.
   constexpr uint32_t kBase = 0x6000 * kBoth, kMinusBase = 0xA000 * kBoth;
   uint32_t own[kFewWords], before[kFewWords] = {}, all = 0;
 #pragma unroll
@@ -201,7 +202,7 @@ __global__ void __launch_bounds__(kFewThreads, 4) few_slots(const __grid_constan
     const uint32_t word = words[place];
     all += 2 - __popc(word & kNone * kBoth);
     const uint32_t distances =
-        (place < token * kFewWords ? kBase + kBoth : kBase) - word;  // equal ones count if they come before
+        (place < token * kFewWords ? kBase + kBoth : kBase) - word;  // equal experts count in earlier slots
 #pragma unroll
     for (const uint32_t half : {0x1010u, 0x3232u}) {
       const uint32_t distance = __byte_perm(distances, 0, half);
@@ -241,7 +242,7 @@ __global__ void __launch_bounds__(kFewThreads, 4) few_slots(const __grid_constan
     if (row < 0) continue;
     auto* target = reinterpret_cast<Vector16*>(work.rows + row * work.row_bytes) + first;
 #pragma unroll
-    for (int i = 0; i < kFewHeld; ++i) {
+    for (int i = 0; i < kFewAccesses; ++i) {
       if (first + i * static_cast<int32_t>(blockDim.x) < last) target[i * blockDim.x] = held[i];
     }
     auto* row_scale = reinterpret_cast<Vector16*>(work.row_scales + row * work.scale_bytes);
@@ -254,7 +255,7 @@ __global__ void __launch_bounds__(kFewThreads, 4) few_slots(const __grid_constan
     if (work.rowmap != nullptr) {
 #pragma unroll 1
       for (int32_t expert = threadIdx.x; expert < work.num_experts; expert += blockDim.x) {
-        int32_t row = -1;  // a token that names the expert in several slots leaves its last row, the highest one
+        int32_t row = -1;  // several slots with one expert: the last row, the highest one
 #pragma unroll 1
         for (int k = 0; k < work.topk; ++k) {
           if (own_experts[k] == expert) row = max(row, rows[k]);

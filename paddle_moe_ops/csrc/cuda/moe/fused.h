@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The fused kernel: routing and permutation, or either alone, in one launch.
+// Entries of the fused route and permute kernel (fused.cu): both in one launch, or either alone.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,16 +13,16 @@
 namespace pmo {
 namespace cuda {
 
-// Whether the fused kernel can do this routing at all; sizes only.
+// True if the fused kernel supports this routing, by its sizes.
 bool fused_routes(const pmo_route_params& p);
 
-// int32 values of workspace that the fused kernel needs for a routing: [blocks, E] counts, [E] totals.
+// Number of int32 values of workspace for a routing: [E, CTAs] counts, [E] totals.
 int64_t fused_workspace_ints(int64_t num_experts);
 
-// Whether the fused kernel can move these rows: sm_90, everything in whole 16-byte accesses.
+// True if the fused kernel can move these rows, all in whole 16-byte accesses. The plan also requires sm_90.
 bool fused_moves(const pmo_permute_params& p);
 
-// Where a routing finds its ids and scratch.
+// A routing with its ids and scratch.
 struct FusedRouting {
   const pmo_route_params* params;
   const int32_t* cleaned_ids;  // [T, K] instead of params->routing, or null
@@ -30,8 +30,7 @@ struct FusedRouting {
   int32_t* ints;               // fused_workspace_ints()
 };
 
-// Launches; `routing` or `permute` may be null. Returns kNotLaunched where there is no plan for it, or the GPU cannot hold all blocks at
-// once.
+// Launches; `routing` or `permute` may be null. Returns kNotLaunched if there is no plan or not all CTAs can be resident.
 constexpr int kNotLaunched = -1;
 int launch_fused(const FusedRouting* routing, const pmo_permute_params* permute, cudaStream_t stream);
 

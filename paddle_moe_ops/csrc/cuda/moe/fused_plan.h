@@ -1,11 +1,11 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Which launch routes tokens and moves their rows: the sizes and shape of the fused kernel (fused.cu) and of its form for few slots
-// (few_slots.cu), from what the GPU holds. Plain C++, so that it is tested for every GPU without one.
+// Launch plans of the fused kernel (fused.cu) and of its form for few slots (few_slots.cu): shape, stages and shared memory, from
+// sizes and the limits of the GPU. Plain C++, so that tests cover every GPU without one.
 //
-// The kernels count in 32 bits. What does not fit is not planned, including the counters of loops that run past their ends: the operators
-// have another way for it.
+// The kernels count in 32 bits. Sizes that do not fit have no plan, including loop counters that run past their ends; the
+// operators then launch other kernels.
 #pragma once
 
 #include <algorithm>
@@ -23,72 +23,72 @@ namespace cuda {
 constexpr int kFusedThreads = 384;
 constexpr int kFusedWarps = kFusedThreads / kWarpSize;
 constexpr int kBlockThreads = kFusedThreads + kWarpSize;  // the last warp loads rows while the others route
-constexpr int kAhead = 4;                                 // chunks of slots that a warp loads before it uses the first
+constexpr int kAhead = 4;                                 // chunks of slots that a warp loads ahead
 constexpr int kMaxBlocks = 512;
 constexpr int kMaxFusedExperts = 1024;
 
-constexpr int kMovingBlocks = 2;   // of a multiprocessor
-constexpr int kRoutingBlocks = 3;  // without rows
+constexpr int kMovingBlocks = 2;   // CTAs per SM
+constexpr int kRoutingBlocks = 3;  // CTAs per SM, without rows
 static_assert(kRoutingBlocks * kBlockThreads <= kMultiprocessorThreads, "a multiprocessor holds the blocks");
-// A cooperative launch starts when all its CTAs can be resident at once. One that fills the GPU waits for the last CTA of every other
-// kernel, and a kernel of a collective stays until its peers arrive. So routing without rows leaves a quarter of the GPU to others: NCCL
-// has at most 32 CTAs. A launch that moves rows uses the whole GPU: a quarter less makes it 5 to 10 % slower.
+// A cooperative launch starts when all its CTAs can be resident. One that fills the GPU waits for the last CTA of every other
+// kernel, and a kernel of a collective stays until its peers arrive. So routing without rows leaves a quarter of the GPU to
+// others: NCCL has at most 32 CTAs. A launch that permutes rows uses the whole GPU: a quarter less makes it 5 to 10 % slower.
 constexpr int kQuarters = 4, kQuartersToRoute = 3;
 
-constexpr int64_t kManySlots = int64_t{1} << 20;  // from here on a third block per multiprocessor is faster
-constexpr int64_t kFusedSharedReads = 1024;       // up to so many slots every block reads all ids
-constexpr int64_t kMaxLocalSlots = 2048;          // of one block, when it keeps its rows in shared memory
-constexpr int64_t kBulkStoreBytes = 4608;         // rows from here on leave by bulk copies
-constexpr int64_t kMinPieceBytes = 1024;          // of a row that is cut
-constexpr int64_t kManyBytes = int64_t{200} << 20;
-constexpr int64_t kFewRowsToMove = 4;        // per token: with fewer, the time that blocks wait for each other is lost
-constexpr int64_t kStaticSharedBytes = 256;  // room for what the kernel declares itself
-constexpr int64_t kReservedShared = 1024;    // of the multiprocessor's, for each block
+constexpr int64_t kMinSlotsForThirdBlock = int64_t{1} << 20;  // slots; from here on a third CTA per SM is faster
+constexpr int64_t kFusedSharedReads = 1024;                   // slots; up to here every CTA reads all ids
+constexpr int64_t kMaxLocalSlots = 2048;                      // slots of a CTA that keeps their rows in shared memory
+constexpr int64_t kMinBulkStoreBytes = 4608;                  // row length from which cp.async.bulk stores rows
+constexpr int64_t kMinPieceBytes = 1024;                      // minimal length of a piece of a row
+constexpr int64_t kMinBytesToMoveAlone = int64_t{200} << 20;
+constexpr int64_t kMinRowsPerToken = 4;      // rows per token; with fewer, grid barriers cost more than they gain
+constexpr int64_t kStaticSharedBytes = 256;  // upper limit of the static shared memory
+constexpr int64_t kReservedShared = 1024;    // shared memory that the SM reserves per CTA
 constexpr int64_t kStageAlignment = 128;
-constexpr int64_t kTokensBeyond = 4096;  // tokens that the loops of a warp may name after the last one
-static_assert(kTokensBeyond > (kAhead + 1) * kFusedWarps * kWarpSize,
+constexpr int64_t kMaxTokensBeyond = 4096;  // loops of a warp run up to this many tokens past the last one
+static_assert(kMaxTokensBeyond > (kAhead + 1) * kFusedWarps * kWarpSize,
               "a warp loads chunks ahead, and chunks of all warps follow");
 
 enum class Move { kNone, kThreads, kBulk };
 
-// What there is to do. Sizes are those that fused_routes and fused_moves accept.
+// Problem sizes, as fused_routes and fused_moves accept them.
 struct FusedSizes {
   int64_t num_tokens = 0, topk = 0, num_rows = 0;
   int64_t num_experts = 0;       // 0: the routing is given
-  bool has_slot_to_row = false;  // there is memory for the rows of slots
-  int64_t row_bytes = 0;         // 0: no rows are moved
+  bool has_slot_to_row = false;  // slot_to_row has memory
+  int64_t row_bytes = 0;         // 0: no rows
   int64_t scale_bytes = 0;
-  bool fill = false;  // zero the padding
+  bool fill = false;  // zero padding rows
 };
 
 struct FusedPlan {
-  bool fits = false;  // otherwise there is another way
+  bool fits = false;  // false: no plan, other kernels are launched
   Move move = Move::kNone;
   int blocks = 0;
-  bool cooperative = false;        // blocks wait for each other
-  bool counts_everything = false;  // few slots: every block counts all of them, so that no block waits for another
-  bool cleaned_in_shared = false;  // a block's cleaned ids fit into its shared memory
-  int64_t local_slots = 0;         // of a block, in shared memory
-  // A token's row is cut into pieces. A block has a range of them, and stages some at a time.
+  bool cooperative = false;        // CTAs synchronise
+  bool counts_everything = false;  // few slots: every CTA counts all of them, without grid barriers
+  bool cleaned_in_shared = false;  // cleaned ids of a CTA stay in its shared memory
+  int64_t local_slots = 0;         // slots of a CTA in shared memory
+  // A token's row is cut into pieces. A CTA has a range of them and stages some at a time.
   int64_t pieces_per_token = 1, piece_bytes = 0, pieces_per_stage = 0, num_stages = 1;
-  int64_t stage_bytes = 0, shared_bytes = 0;  // of a block: its stage, and all of its dynamic shared memory
+  int64_t stage_bytes = 0, shared_bytes = 0;  // of a CTA: its stage, and all its dynamic shared memory
 };
 
-// int32 values after a block's stage for E experts: RoutingScratch (fused_route.cuh).
+// Number of int32 values in RoutingScratch (fused_route.cuh), after a CTA's stage.
 constexpr int64_t routing_scratch_ints(int64_t experts, bool counts_everything, int64_t local_slots) {
   return experts * 4 + 3 + (counts_everything ? 0 : experts * kFusedWarps) + local_slots;
 }
 
-// Dynamic shared memory that a kernel may have at all.
+// Largest dynamic shared memory of a CTA.
 inline int64_t shared_of_kernel(const DeviceLimits& limits) { return limits.shared_per_block - kStaticSharedBytes; }
 
-// Dynamic shared memory of a block if `blocks` of them share a multiprocessor.
+// Dynamic shared memory of a CTA if `blocks` CTAs share an SM.
 inline int64_t shared_of_block(const DeviceLimits& limits, int blocks) {
   const int64_t share = limits.shared_per_multiprocessor / blocks - kReservedShared;
   return std::min<int64_t>(limits.shared_per_block, share) - kStaticSharedBytes;
 }
 
-// Registers of a block whose kernel is compiled for `blocks` of them to a multiprocessor.
+// Registers of a CTA whose kernel has launch bounds of `blocks` CTAs per SM.
 constexpr int64_t registers_of_block(int blocks) {
   constexpr int kThreadUnit = 8, kWarpUnit = 256;
   const int of_thread = kMultiprocessorRegisters / (blocks * kBlockThreads) / kThreadUnit * kThreadUnit;
@@ -96,7 +96,7 @@ constexpr int64_t registers_of_block(int blocks) {
   return int64_t{kBlockThreads / kWarpSize} * of_warp;
 }
 
-// The plan for at most `blocks` of them, of which a multiprocessor has room for `per_multiprocessor`; all are resident at once.
+// Plan with at most `blocks` CTAs, all resident, if an SM has room for `per_multiprocessor` of them.
 inline FusedPlan plan_fused_blocks(const DeviceLimits& limits, const FusedSizes& sizes, Move move, int per_multiprocessor,
                                    int64_t blocks) {
   const bool routes = sizes.num_experts > 0, moves = move != Move::kNone;
@@ -121,16 +121,16 @@ inline FusedPlan plan_fused_blocks(const DeviceLimits& limits, const FusedSizes&
   if (room < 0) return none;
   if (moves) {
     const int64_t for_stage = room / kStageAlignment * kStageAlignment;
-    // A stage holds two pieces or more, each with its token's scales; 16 bytes are what rounding adds to a piece.
+    // A stage holds at least two pieces, each with its token's scales; rounding adds at most 16 bytes to a piece.
     const int64_t longest = for_stage / 2 - 16 - sizes.scale_bytes;
     if (longest < std::min(kMinPieceBytes, sizes.row_bytes)) return none;
-    // Few tokens: cut rows, so that every multiprocessor has some of the work. Long rows are cut as well.
+    // Few tokens: cut rows, so that every SM has work. Long rows are cut as well.
     const int64_t most = std::max<int64_t>(1, sizes.row_bytes / kMinPieceBytes);
     int64_t parts = exchanges ? 1 : std::max<int64_t>(1, std::min(blocks / sizes.num_tokens, most));
     parts = std::max(parts, divide_up(sizes.row_bytes, longest));
     plan.piece_bytes = round_up(sizes.row_bytes / parts, 16);
     plan.pieces_per_token = divide_up(sizes.row_bytes, plan.piece_bytes);
-    if (exchanges && plan.pieces_per_token > 1) return none;  // blocks that share a token cannot count it between them
+    if (exchanges && plan.pieces_per_token > 1) return none;  // CTAs that share a token would count its slots twice
     const int64_t pieces = sizes.num_tokens * plan.pieces_per_token;
     if (!sizes.fill) blocks = std::min(blocks, pieces);
     const int64_t per_block = divide_up(pieces, blocks);
@@ -154,23 +154,23 @@ inline FusedPlan plan_fused_blocks(const DeviceLimits& limits, const FusedSizes&
 inline FusedPlan plan_fused(const DeviceLimits& limits, const FusedSizes& sizes) {
   const FusedPlan none;
   const bool routes = sizes.num_experts > 0, moves = sizes.row_bytes > 0;
-  if (sizes.num_tokens + kTokensBeyond > kMaxIndex) return none;
+  if (sizes.num_tokens + kMaxTokensBeyond > kMaxIndex) return none;
   const int64_t multiprocessors = limits.multiprocessors;
   if (!moves) {
-    const bool many_slots = sizes.num_tokens * sizes.topk >= kManySlots;
+    const bool many_slots = sizes.num_tokens * sizes.topk >= kMinSlotsForThirdBlock;
     const int64_t wanted = multiprocessors * (many_slots ? kRoutingBlocks : kMovingBlocks);
-    for (int room = kRoutingBlocks; room > 0; --room) {  // of a multiprocessor, as far as shared memory suffices
+    for (int room = kRoutingBlocks; room > 0; --room) {  // CTAs per SM, as shared memory allows
       const int64_t others_fit = std::max<int64_t>(1, multiprocessors * room * kQuartersToRoute / kQuarters);
       const FusedPlan plan = plan_fused_blocks(limits, sizes, Move::kNone, room, std::min(wanted, others_fit));
       if (plan.fits) return plan;
     }
     return none;
   }
-  if (limits.major < 9) return none;  // no bulk copies
-  const Move move = sizes.row_bytes >= kBulkStoreBytes ? Move::kBulk : Move::kThreads;
-  // What loses to move_pieces (permute.cu)
-  const bool few_rows = sizes.num_rows < kFewRowsToMove * sizes.num_tokens;
-  const bool small = (sizes.num_tokens + sizes.num_rows) * sizes.row_bytes < kManyBytes;
+  if (limits.major < 9) return none;  // no cp.async.bulk
+  const Move move = sizes.row_bytes >= kMinBulkStoreBytes ? Move::kBulk : Move::kThreads;
+  // If move_pieces (permute.cu) is faster, there is no plan.
+  const bool few_rows = sizes.num_rows < kMinRowsPerToken * sizes.num_tokens;
+  const bool small = (sizes.num_tokens + sizes.num_rows) * sizes.row_bytes < kMinBytesToMoveAlone;
   if (!routes && (move == Move::kThreads || few_rows || small)) return none;
   const FusedPlan plan = plan_fused_blocks(limits, sizes, move, kMovingBlocks, multiprocessors * kMovingBlocks);
   return plan.num_stages > 1 && (move == Move::kThreads || few_rows) ? none : plan;
@@ -179,18 +179,18 @@ inline FusedPlan plan_fused(const DeviceLimits& limits, const FusedSizes& sizes)
 // ---- few slots
 
 constexpr int kFewTopk = 8;
-constexpr int kFewWords = kFewTopk / 2;   // of a token, two slots each
-constexpr int32_t kFewTokens = 768;       // with more, exchanging counts (fused_route.cuh) is faster
-constexpr int32_t kFewTokensAlone = 576;  // without rows
+constexpr int kFewWords = kFewTopk / 2;   // words of a token, two slots each
+constexpr int32_t kFewTokens = 768;       // tokens; with more, exchanging counts (fused_route.cuh) is faster
+constexpr int32_t kFewTokensAlone = 576;  // the same without rows
 constexpr int kFewThreads = 256;
-constexpr int kFewHeld = 4;           // accesses of a row that a thread holds
-constexpr int kFewBlocks = 256;       // to aim at
-constexpr int32_t kPaddingRows = 32;  // of a block, about
+constexpr int kFewAccesses = 4;       // accesses of a row in the registers of a thread
+constexpr int kFewBlocks = 256;       // target number of CTAs
+constexpr int32_t kPaddingRows = 32;  // padding rows per CTA, about
 
 struct FewSlotsPlan {
   bool fits = false;
-  int threads = 0;  // of a block
-  int parts = 1;    // of a token's row, a block each
+  int threads = 0;  // of a CTA
+  int parts = 1;    // of a token's row, a CTA each
   int blocks = 0;
 };
 
@@ -200,16 +200,16 @@ inline FewSlotsPlan plan_few_slots(const FusedSizes& sizes, int64_t padding_alig
       sizes.num_tokens > (sizes.row_bytes > 0 ? kFewTokens : kFewTokensAlone)) {
     return plan;
   }
-  // Every block looks at all ids: small ones where there are few, and then more of them.
+  // Every CTA reads all ids. With few of them, CTAs are smaller and more numerous.
   plan.threads = sizes.num_tokens <= kFewThreads / 2 ? kFewThreads / 2 : kFewThreads;
   const int64_t accesses = sizes.row_bytes / 16;
   const int64_t wanted = divide_up(sizes.num_tokens * accesses, plan.threads * kFewBlocks);
-  const int64_t held = std::min<int64_t>(std::max<int64_t>(wanted, 1), kFewHeld) * plan.threads;
+  const int64_t held = std::min<int64_t>(std::max<int64_t>(wanted, 1), kFewAccesses) * plan.threads;
   const int64_t parts = std::max<int64_t>(1, divide_up(accesses, held));
   const int64_t blocks = 1 + std::max(sizes.num_tokens * parts, std::min<int64_t>(kFewBlocks, sizes.num_rows / kPaddingRows));
   plan.parts = static_cast<int>(parts);
   plan.blocks = static_cast<int>(blocks);
-  // The warps of all blocks take a row each, and continue until they are past the last one.
+  // Each warp of the grid zeroes every step-th padding row, so a row number runs at most one step past the last one.
   const int64_t step = plan.threads / kWarpSize * blocks;
   plan.fits = std::max(sizes.num_rows, sizes.num_tokens * kFewTopk) + 2 * step <= kMaxIndex;
   return plan;

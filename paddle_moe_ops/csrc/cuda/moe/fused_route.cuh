@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The routing of a block's tokens in the fused kernel (fused.cu).
+// Routing part of the fused kernel (fused.cu): maps of a CTA's tokens.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +11,14 @@
 namespace pmo {
 namespace cuda {
 
-// Shared memory after the stages, routing_scratch_ints() of it; E is the number of experts.
+// Shared memory after the stages, routing_scratch_ints() int32 values; E experts.
 struct RoutingScratch {
   int32_t* starts;     // [E + 1] first row of each segment, not clamped
   int32_t* padding;    // [E + 2] padding rows before each segment; the last entry counts those after all segments too
   int32_t* totals;     // [E]
   int32_t* before;     // [E] slots of earlier tokens, then the next row (if counts_everything)
   int32_t* histogram;  // [warps, E] slots, then the next row (unless counts_everything)
-  int32_t* slots;      // cleaned ids (if cleaned_in_shared), or ascending rows (if counts_everything), of the block's tokens
+  int32_t* slots;      // of the CTA's tokens: cleaned ids (if cleaned_in_shared) or ascending rows (if counts_everything)
 
   __device__ RoutingScratch(int32_t* memory, const FusedWork& work) {
     const int32_t experts = work.num_experts;
@@ -31,17 +31,17 @@ struct RoutingScratch {
   }
 };
 
-// A warp looks at whole tokens at a time, as many as fit into its lanes, so that what the slots of a token have to do with each other
-// stays within the warp.
+// A lane's position in a chunk of slots. A warp processes whole tokens, as many as fit its lanes, so that comparisons between the
+// slots of a token stay within the warp.
 struct Lane {
   int lane;
   int tokens_per_chunk;
-  int token, k;  // of the chunk
+  int token, k;  // token within the chunk, slot within the token
   bool used;
   unsigned earlier;           // lanes below
-  unsigned of_token;          // lanes that hold the same token
-  unsigned earlier_of_token;  // those below
-  int expert_bits;            // tell experts apart
+  unsigned of_token;          // lanes of the same token
+  unsigned earlier_of_token;  // lanes of the same token below
+  int expert_bits;            // bits that distinguish experts
 
   __device__ Lane(int topk, int num_experts) {
     lane = threadIdx.x % kWarpSize;
@@ -56,28 +56,27 @@ struct Lane {
   }
 };
 
-// The expert that a narrow id names, or `none` if it is out of range.
+// Expert of a 32-bit id, or `none` if it is out of range.
 __device__ inline int32_t expert_of(const FusedWork& work, uint32_t id, int32_t none) {
   return id < static_cast<uint32_t>(work.num_experts) ? static_cast<int32_t>(id) : none;
 }
 
-// The expert of a slot. Narrower than id_at (common/ids.h): the upper word of a wide id that names an expert is 0, and nothing is computed
-// in 64 bits.
+// Expert of a slot, without 64-bit arithmetic (unlike id_at in common/ids.h): the upper word of a 64-bit id of an expert is 0.
 __device__ inline int32_t load_expert(const FusedWork& work, int32_t slot, int32_t none = -1) {
   const auto* word = static_cast<const uint32_t*>(work.ids) + (static_cast<int64_t>(slot) << work.ids_are_64_bit);
   const uint32_t low = __ldg(word), high = work.ids_are_64_bit ? __ldg(word + 1) : 0;
   return high == 0 ? expert_of(work, low, none) : none;
 }
 
-// What a lane loads for its slot of a chunk.
+// Expert and probability of a lane's slot.
 struct LoadedSlot {
   int32_t expert = -1;
   float prob = 0.0f;
 };
 
-// Calls visit(token, slot) for tokens [begin, end), chunk by chunk in ascending order, with what `load(token)` gave, or nothing for lanes
-// without a slot. All lanes of the warp take part. Loads run kAhead chunks ahead of the visits. The visit is compiled only once and
-// its loops are not unrolled: a kernel's instructions come from memory, too, and a small one starts sooner.
+// Calls visit(token, slot) for tokens [begin, end), chunk by chunk in ascending order, by all lanes of the warp. `slot` is the
+// result of load(token), or the default for lanes without a slot. Loads run kAhead chunks ahead. The visit is compiled once and
+// loops are not unrolled: instructions come from memory, too, and a small kernel starts sooner.
 template <typename Load, typename Visit>
 __device__ inline void walk_slots(const Lane& me, int32_t begin, int32_t end, int32_t step, Load load, Visit visit) {
   LoadedSlot slots[kAhead];
@@ -98,7 +97,7 @@ __device__ inline void walk_slots(const Lane& me, int32_t begin, int32_t end, in
   }
 }
 
-// Lanes whose slot names the same expert; `bits` bits tell experts apart.
+// Mask of lanes whose slot names the same expert; `bits` bits distinguish experts.
 __device__ inline unsigned same_expert(int32_t expert, int bits) {
   unsigned same = __ballot_sync(kAllLanes, expert >= 0);
 #pragma unroll 1
@@ -110,14 +109,14 @@ __device__ inline unsigned same_expert(int32_t expert, int bits) {
   return same;
 }
 
-// -1 for a slot that repeats an expert of its token.
+// The expert, or -1 if an earlier slot of the token names it.
 __device__ inline int32_t without_repeats(const Lane& me, const FusedWork& work, int32_t expert) {
   if (!work.first_only) return expert;
   const unsigned same = same_expert(expert, me.expert_bits);
   return (same & me.earlier_of_token) != 0 ? -1 : expert;
 }
 
-// Lanes whose slot names the same expert, and those that name a smaller one.
+// Masks of lanes whose slot names the same expert and a smaller one.
 struct Peers {
   unsigned same, smaller;
 
@@ -132,7 +131,7 @@ struct Peers {
   }
 };
 
-// Inclusive sum over the block of two 32-bit numbers in one; `total` gets the sum of all.
+// Inclusive prefix sum over the CTA of two 32-bit values in one word; `total` receives the sum.
 __device__ inline uint64_t scan_block(uint64_t value, uint64_t* warp_sums, uint64_t* total) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   for (int step = 1; step < kWarpSize; step *= 2) {
@@ -152,7 +151,7 @@ __device__ inline uint64_t scan_block(uint64_t value, uint64_t* warp_sums, uint6
   return value;
 }
 
-// Tokens [begin, end) of a warp: whole chunks, so that warps follow each other in slot order.
+// Tokens [begin, end) of a warp: whole chunks, warps in slot order.
 struct WarpRange {
   int32_t begin, end;
   __device__ WarpRange(int32_t begin, int32_t end) : begin(begin), end(end) {}
@@ -164,9 +163,9 @@ struct WarpRange {
   }
 };
 
-// Adds one to the expert's counter in shared memory for every lane that counts; all lanes take part. The 1 is opaque on purpose: an
-// addition that is known to be 1 becomes an instruction that takes the different addresses of a warp one after another. A warp that agrees
-// adds once.
+// Adds 1 to the expert's counter in shared memory for every lane with `counts`; all lanes take part. If all lanes name one
+// expert, one lane adds the sum. The 1 is hidden from the compiler: an atomic increment by a known 1 becomes an instruction that
+// serialises distinct addresses of a warp.
 __device__ inline void count_slots(int32_t* counters, int32_t expert, bool counts) {
   const unsigned counting = __ballot_sync(kAllLanes, counts);
   if (!counts) return;
@@ -178,7 +177,7 @@ __device__ inline void count_slots(int32_t* counters, int32_t expert, bool count
   if (!same || leads) atomicAdd(&counters[expert], amount);
 }
 
-// Few slots: totals and the slots before this block, from all ids. Sums of integers, so the order of the additions does not show.
+// Few slots: totals and the counts of slots before this CTA, from all ids. Integer sums do not depend on the order of additions.
 __device__ inline void count_everything(const FusedWork& work, const Share& share, const Lane& me,
                                         const RoutingScratch& scratch) {
   const int32_t step = me.tokens_per_chunk * kFusedWarps;
@@ -192,12 +191,12 @@ __device__ inline void count_everything(const FusedWork& work, const Share& shar
       });
 }
 
-// A slot's probability is needed when its row is known, and then nothing hides its latency.
+// Prefetch of a slot's probability: it is needed once the row is known, when nothing hides its latency.
 __device__ inline void prefetch_prob(const FusedWork& work, int32_t slot) {
   if (work.row_probs != nullptr && !work.probs_by_expert) asm volatile("prefetch.global.L1 [%0];" ::"l"(work.probs + slot));
 }
 
-// This block's slots: cleaned ids into `cleaned`, counts per warp into the histogram.
+// Counts this CTA's slots: cleaned ids into `cleaned`, counts per warp into the histogram.
 __device__ inline void count_own(const FusedWork& work, const Share& share, const Lane& me, const WarpRange& range,
                                  const RoutingScratch& scratch, int32_t* cleaned) {
   int32_t* histogram = scratch.histogram + threadIdx.x / kWarpSize * work.num_experts;
@@ -216,7 +215,7 @@ __device__ inline void count_own(const FusedWork& work, const Share& share, cons
       });
 }
 
-// Rows of this block's slots, and every map that follows from them; next_row [E] is the warp's.
+// Computes the rows of this CTA's slots and writes all maps; next_row [E] belongs to the warp.
 __device__ inline void place_own(const FusedWork& work, const Share& share, const Lane& me, const WarpRange& range,
                                  int32_t* next_row, const int32_t* cleaned, int32_t* local_rows) {
   const auto load = [&](int32_t token) {
@@ -241,7 +240,7 @@ __device__ inline void place_own(const FusedWork& work, const Share& share, cons
     if (expert >= 0 && (peers.same & me.earlier) == 0) next_row[expert] = row + __popc(peers.same);
     __syncwarp();
     if (row >= work.num_rows) row = -1;
-    // ascending rows, which are those of ascending experts, then the slots without one in slot order
+    // ascending rows, which are ascending experts, then slots without a row in slot order
     const unsigned kept = __ballot_sync(kAllLanes, row >= 0) & me.of_token;
     const int32_t place = row >= 0 ? __popc(kept & (peers.smaller | (peers.same & me.earlier)))
                                    : __popc(kept) + __popc(me.earlier_of_token & ~kept);
@@ -260,13 +259,13 @@ __device__ inline void place_own(const FusedWork& work, const Share& share, cons
     const int64_t pair = int64_t{token} * work.num_experts + expert;
     if (work.first_only) {
       work.rowmap[pair] = row;
-    } else {  // a token that names the expert in several slots leaves its last row, the highest one
+    } else {  // several slots with one expert: the last row, the highest one
       atomicMax(&work.rowmap[pair], row);
     }
   });
 }
 
-// One expert's counts of all blocks become the counts of the blocks before; a warp per expert.
+// Exclusive prefix sums of one expert's counts over all CTAs; by a warp.
 __device__ inline void scan_expert(const FusedWork& work, int32_t expert) {
   const int lane = threadIdx.x % kWarpSize;
   const int blocks = static_cast<int>(gridDim.x);
@@ -289,7 +288,7 @@ __device__ inline void scan_expert(const FusedWork& work, int32_t expert) {
   if (lane == kWarpSize - 1) __stcg(&work.totals[expert], inclusive);
 }
 
-// First rows of the segments from the totals, and the padding rows before each.
+// First row of each segment and padding rows before it, from the totals.
 __device__ inline void scan_segments(const FusedWork& work, const RoutingScratch& scratch, uint64_t* warp_sums) {
   const int experts = work.num_experts;
   const int per_thread = divide_up(experts, kFusedThreads);
@@ -319,7 +318,7 @@ __device__ inline void scan_segments(const FusedWork& work, const RoutingScratch
   sync_routing();
 }
 
-// Counts per expert, by one block.
+// Writes counts per expert and the overflow; by one CTA.
 __device__ inline void write_counts(const FusedWork& work, const RoutingScratch& scratch, int32_t* dropped) {
   if (threadIdx.x == 0) *dropped = 0;
   sync_routing();
@@ -338,9 +337,9 @@ __device__ inline void write_counts(const FusedWork& work, const RoutingScratch&
   if (threadIdx.x == 0 && work.overflow != nullptr) *work.overflow = *dropped;
 }
 
-// The i-th padding row of a fresh routing, by binary search; it may be beyond the buffer.
+// Row number of the i-th padding row, by binary search; it may lie beyond the buffer.
 __device__ inline int64_t padding_row(const FusedWork& work, const RoutingScratch& scratch, int32_t i) {
-  int low = 0, high = work.num_experts;  // the last segment with padding[segment] <= i; E means the rows after all segments
+  int low = 0, high = work.num_experts;  // the last segment with padding[segment] <= i; E: rows after all segments
   while (low < high) {
     const int middle = (low + high + 1) / 2;
     if (scratch.padding[middle] <= i) {
@@ -353,7 +352,7 @@ __device__ inline int64_t padding_row(const FusedWork& work, const RoutingScratc
   return int64_t{scratch.starts[low]} + routed + (i - scratch.padding[low]);
 }
 
-// The padding rows of a fresh routing: a thread per row for the maps, a warp per row for the zeros.
+// Padding rows: a thread per row writes the maps, a warp per row zeroes the data.
 __device__ inline void write_padding(const FusedWork& work, const RoutingScratch& scratch) {
   const int32_t padding_rows = scratch.padding[work.num_experts + 1];
 #pragma unroll 1

@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Rows without a token become zero.
+// Zeroing of padding rows: the rows without a token.
 #pragma once
 
 #include <algorithm>
@@ -14,16 +14,16 @@
 namespace pmo {
 namespace cuda {
 
-// Most blocks that a grid has for rows without a token.
+// Upper limit of the CTAs that zero padding rows.
 constexpr int64_t kMaxPaddingBlocks = 1024;
 
-// Blocks of so many threads for the rows without a token, in front of a grid's other ones. Other warps then need not wait for the tokens of
-// these rows after their own work, and in front they end before the others do.
+// Number of CTAs of `threads` threads for padding rows, in front of a grid's others. Other warps need not load row_to_token after
+// their own work, and CTAs in front finish before the others.
 inline unsigned padding_blocks(int64_t num_rows, int64_t threads) {
   return static_cast<unsigned>(std::min(divide_up(num_rows, threads), kMaxPaddingBlocks));
 }
 
-// The rows without a token, divided among the first `warps` of each of the first `blocks` of the grid; blocks have one dimension.
+// Padding rows, divided among the first `warps` warps of each of the first `blocks` CTAs of the grid. CTAs are one-dimensional.
 struct PaddingRows {
   const int32_t* row_to_token;
   int64_t num_rows;
@@ -34,7 +34,7 @@ struct PaddingRows {
                          int warps = static_cast<int>(blockDim.x) / kWarpSize)
       : row_to_token(row_to_token), num_rows(num_rows), blocks(blocks), warps(warps) {}
 
-  // Calls zero(row), which all lanes of a warp take part in, for every row without a token.
+  // Calls zero(row), by all lanes of a warp, for every padding row.
   template <typename Zero>
   __device__ void each(Zero zero) const {
     const int64_t step = int64_t{blocks} * warps * kWarpSize;
@@ -53,7 +53,7 @@ struct PaddingRows {
   }
 };
 
-// A row of `bytes`, by a warp; kBytes divides its address and length.
+// Zeroes a row of `bytes` bytes, by a warp; kBytes divides its address and length.
 template <int kBytes>
 __device__ void zero_row(void* row, int64_t bytes) {
 #pragma unroll 4

@@ -1,14 +1,16 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// permute on the GPU: every source row is read once and written to each of its rows.
+// permute: rows[slot_to_row[t, k]] = x[t], scales alike. Every source row is read once and written to each of its rows.
 //
-// Large sizes with long rows, in whole 16-byte accesses, go through the fused kernel (fused.cu) on sm_90 and newer. Here is what serves
-// all others: a warp takes a piece of a token's row into registers, in accesses of up to 16 bytes, as wide as pointers and lengths allow,
-// and writes it to the token's rows; the warp that has the first piece moves the scales as well. The first blocks have the padding rows.
-// One launch, many short-lived blocks.
-// H200, T=153962, H=2048 bfloat16, 1.4 rows per token: see docs/kernel_notes.md.
-// Bytes moved: (T + N) * (H + S) elements.
+//   x [T, H], rows [N, H]; scale [T, S], row_scales [N, S]; slot_to_row [T, K]; row_to_token [N] marks padding rows
+//
+// Large sizes with long rows, in 16-byte accesses, go through the fused kernel (fused.cu) on sm_90 and newer. move_pieces serves
+// all others: one launch, many short-lived CTAs. A warp loads a piece of a token's row into registers, in the widest accesses (up
+// to 16 bytes) that pointers and lengths allow, and stores it to the token's rows. The warp of the first piece moves the scales
+// as well. The first CTAs of the grid zero padding rows, in parallel with the others.
+//
+// Memory-bound: (T + N) (H + S) elements.
 #include <algorithm>
 #include <climits>
 
@@ -25,20 +27,20 @@ namespace cuda {
 namespace {
 
 constexpr int kMaxThreads = 128;
-// Up to so many accesses of all tokens a lane holds one, in smaller blocks, so that all multiprocessors have some.
-constexpr int64_t kFewAccesses = int64_t{1} << 18;
-constexpr int kFewThreads = 64;
-constexpr int kHeldWords = 2;  // of a row's scales that a lane holds
+// Up to this many accesses of all tokens, a lane holds one access and CTAs are smaller, so that every SM has work.
+constexpr int64_t kMaxAccessesForSmallBlocks = int64_t{1} << 18;
+constexpr int kSmallThreads = 64;
+constexpr int kHeldWords = 2;  // words of a row's scales that a lane holds
 
 struct Pieces {
-  RowArray rows, scales;  // scales are moved in words of 4 bytes
+  RowArray rows, scales;  // scales move in 4-byte words
   int64_t num_tokens, topk, num_rows;
   const int32_t* slot_to_row;
   const int32_t* row_to_token;
-  int parts = 1;                // pieces of a row
-  unsigned padding_blocks = 0;  // of the grid, which come first
+  int parts = 1;                // pieces of a row, one warp each
+  unsigned padding_blocks = 0;  // the first CTAs of the grid
 
-  // The same of some tokens; the first have the padding.
+  // The same for tokens [first, first + count). The range from token 0 has the padding.
   Pieces of_tokens(int64_t first, int64_t count) const {
     Pieces some = *this;
     for (RowArray* array : {&some.rows, &some.scales}) {
@@ -51,7 +53,7 @@ struct Pieces {
   }
 };
 
-// A lane holds kHeld accesses of a row.
+// A lane moves kHeld accesses of a row.
 template <int kBytes, int kHeld>
 __global__ void __launch_bounds__(kMaxThreads) move_pieces(const __grid_constant__ Pieces p) {
   using Access = Vector<kBytes>;
@@ -112,7 +114,7 @@ __global__ void __launch_bounds__(kMaxThreads) move_pieces(const __grid_constant
 
 template <int kBytes, int kHeld>
 int launch_held(Pieces pieces, cudaStream_t stream) {
-  constexpr int kThreads = kHeld == 1 ? kFewThreads : kMaxThreads, kWarps = kThreads / kWarpSize;
+  constexpr int kThreads = kHeld == 1 ? kSmallThreads : kMaxThreads, kWarps = kThreads / kWarpSize;
   const bool fills = pieces.rows.fill || pieces.scales.fill;
   pieces.padding_blocks = fills ? padding_blocks(pieces.num_rows, kThreads) : 0;
   pieces.parts = static_cast<int>(std::max<int64_t>(1, divide_up(pieces.rows.row_bytes / kBytes, kHeld * kWarpSize)));
@@ -131,8 +133,8 @@ int launch_pieces(Pieces pieces, cudaStream_t stream) {
   if (rows.row_bytes + pieces.scales.row_bytes == 0) return PMO_OK;
   return with_width(widest_access(rows, pieces.num_tokens), [&](auto bytes) -> int {
     constexpr int kBytes = decltype(bytes)::value;
-    const bool has_few = pieces.num_tokens * (rows.row_bytes / kBytes) <= kFewAccesses;
-    return has_few ? launch_held<kBytes, 1>(pieces, stream) : launch_held<kBytes, 4>(pieces, stream);
+    const bool is_small = pieces.num_tokens * (rows.row_bytes / kBytes) <= kMaxAccessesForSmallBlocks;
+    return is_small ? launch_held<kBytes, 1>(pieces, stream) : launch_held<kBytes, 4>(pieces, stream);
   });
 }
 
@@ -141,7 +143,7 @@ int move(const pmo_permute_params& p, cudaStream_t stream) {
   const RowArray scales = scales_of(p);
   Pieces pieces = {rows_of(p), scales, p.num_tokens, p.topk, p.num_rows, p.slot_to_row, p.row_to_token};
   if (widest_access(scales, p.num_tokens) >= 4) return launch_pieces(pieces, stream);
-  pieces.scales = {};  // narrow ones go as rows of their own
+  pieces.scales = {};  // scales without 4-byte alignment move as rows of their own
   if (const int status = launch_pieces(pieces, stream)) return status;
   pieces.rows = scales;
   return launch_pieces(pieces, stream);

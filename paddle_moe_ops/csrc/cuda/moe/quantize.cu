@@ -1,20 +1,22 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// quantize on the GPU: every source row is read and quantised once, and written to each of its rows, in one launch.
+// quantize: codes[slot_to_row[t, k]] = float8_e4m3fn codes of x[t], scales alike (pmo/quantize.h). Every source row is read and
+// quantised once and written to each of its rows, in one launch.
 //
-// A token's row is cut into chunks of 512 columns, one to a warp: a lane holds 16 neighbouring elements, 8 lanes a group of 128
-// columns, and the warp four groups, which are one word of packed ue8m0 scales. The largest magnitude of a group takes three shuffles;
-// its 8 lanes all compute the scale. Then the warp goes through the token's rows, which its lanes hold, and stores 16 bytes of codes
-// per lane to each. Scales follow: the lanes are divided among rows and words, so that one store serves 8 rows (32 with ue8m0).
+// A token's row is cut into chunks of 512 columns, one per warp: a lane holds 16 neighbouring elements, 8 lanes a group of 128
+// columns, and the warp four groups, which are one word of packed ue8m0 scales. The maximum of a group takes three shuffles; its
+// 8 lanes all compute the scale. Then the warp stores 16 bytes of codes per lane to each of the token's rows, which its lanes
+// hold. For scales, the lanes are divided among rows and words, so that one store serves 8 rows (32 with ue8m0).
 //
-// Column-major scales go to memory in single words, which the L2 puts together: rows of an expert follow ascending tokens. But each word
-// is an access of its own to the L2, and 56 of them to a row of 7168 columns made the kernel 1.25 times slower (T 4096, k 8, H200).
-// With a workspace, many float32 scales are therefore written once per token, and a second kernel turns them, 64 rows by 32 words at a
-// time, without looking at rows again.
+// Column-major scales are single words, which the L2 combines, since rows of an expert follow ascending tokens. But each word is
+// an access of its own to the L2, and 56 of them for a row of 7168 columns made the kernel 1.25 times slower (T 4096, k 8, H200).
+// With a workspace, many float32 scales are therefore written once per token, and transpose_scales writes them to rows, 64 rows x
+// 32 words at a time.
 //
-// A block holds one token, or several with short rows; blocks after the last token zero padding, 32 rows each.
-// Bytes moved: T * H elements (of tokens that have a row) and N * (H + 4 C).
+// A CTA has one token, or several with short rows. CTAs after the last token zero padding, 32 rows each.
+//
+// Memory-bound: T H elements (of tokens that have a row) and N (H + 4 C) bytes.
 #include <cstdint>
 
 #include "common/checks.h"
@@ -36,37 +38,37 @@ constexpr int kGroupLanes = kGroupColumns / kLaneColumns;
 constexpr int kWarpColumns = kWarpSize * kLaneColumns;
 constexpr int kWarpGroups = kWarpSize / kGroupLanes;
 constexpr int kMaxWarps = 16;
-constexpr int kUsualWarps = 8;  // of a block, as far as rows are shorter than that
+constexpr int kMinWarps = 8;  // of a CTA: short rows share one
 constexpr int kFillRows = kWarpSize;
-constexpr int kTileRows = 64;  // of scales that are turned at a time
+constexpr int kTileRows = 64;  // rows of scales per tile of the transpose
 constexpr int kTileWords = 32;
 constexpr int kTileThreads = 256;
 
-// Four blocks of 512 threads, hence 32 registers, where a multiprocessor holds 2048 threads: 299 us instead of 325 at T 153962, H 2048.
+// Four CTAs of 512 threads, hence 32 registers, if an SM holds 2048 threads: 299 us instead of 325 us at T 153962, H 2048.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
 constexpr int kBlocks = 4;
 #else
 constexpr int kBlocks = 2;
 #endif
 
-static_assert(kWarpGroups == kPackedScales, "a warp makes one packed word");
+static_assert(kWarpGroups == kPackedScales, "a warp packs one word");
 
 struct QuantizeWork {
   pmo_quantize_params p;
   ScaleLayout layout;
   int64_t x_stride;  // bytes
-  int64_t chunks;    // of a row
+  int64_t chunks;    // per row
   int64_t first_fill_row;
-  int64_t fill_rows;       // to look through for padding
-  uint32_t* token_scales;  // [T, S] in the workspace, or NULL: scales go to their rows at once
+  int64_t fill_rows;       // rows to search for padding
+  uint32_t* token_scales;  // [T, S] in the workspace, or NULL: quantize_rows stores scales to their rows
 };
 
-// The lane's elements as float32; 0 after the end of the row.
+// The lane's elements as float32; 0 beyond the end of the row.
 template <typename Rows, bool kVectors>
 __device__ void load_columns(const char* row, int64_t column, int64_t hidden, float* values) {
   using Element = typename Rows::Element;
   const Element* elements = reinterpret_cast<const Element*>(row) + column;
-  if constexpr (kVectors) {  // the row ends where a lane's elements end
+  if constexpr (kVectors) {  // the row ends with a lane's elements
     constexpr int kWidth = 16 / sizeof(Element);
 #pragma unroll
     for (int i = 0; i < kLaneColumns / kWidth; ++i) {
@@ -81,18 +83,18 @@ __device__ void load_columns(const char* row, int64_t column, int64_t hidden, fl
   }
 }
 
-// The scale of the group that the lane's elements are part of.
+// Scale of the lane's group.
 __device__ float group_scale(const float* values, float amax_min, bool ue8m0) {
   float amax = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kLaneColumns; ++i) amax = fmaxf(amax, fabsf(values[i]));  // of a number and NaN, the number
+  for (int i = 0; i < kLaneColumns; ++i) amax = fmaxf(amax, fabsf(values[i]));  // fmaxf ignores NaN
 #pragma unroll
   for (int lanes = 1; lanes < kGroupLanes; lanes *= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
   const float scale = float8_scale(amax, amax_min);
   return ue8m0 ? __uint_as_float((__float_as_uint(scale) + 0x7FFFFFu) >> 23 << 23) : scale;
 }
 
-// The codes of the lane's elements.
+// Codes of the lane's elements.
 __device__ uint4 codes_of(const float* values, float inverse) {
   uint32_t words[kLaneColumns / 4];
 #pragma unroll
@@ -116,7 +118,7 @@ __device__ void store_codes(uint8_t* row, int64_t column, int64_t hidden, const 
   }
 }
 
-// The lane's slot among 32 of a token: its row, -1 if it has none.
+// Row of the lane's slot among 32 slots of a token, or -1.
 __device__ int32_t slot_row(const QuantizeWork& work, int64_t token, int64_t first_slot) {
   const pmo_quantize_params& p = work.p;
   const int64_t slot = first_slot + threadIdx.x % kWarpSize;
@@ -125,7 +127,8 @@ __device__ int32_t slot_row(const QuantizeWork& work, int64_t token, int64_t fir
   return row >= 0 && row < p.num_rows ? static_cast<int32_t>(row) : -1;
 }
 
-// Stores the scales of a chunk to the rows that the lanes hold. A lane's value is its group's scale, or the chunk's packed word.
+// Stores the scales of a chunk to the rows that the lanes hold. `value` is the scale of the lane's group, or the chunk's packed
+// word.
 __device__ void store_scales(const QuantizeWork& work, int64_t chunk, int32_t own_row, int slots, uint32_t value) {
   const int lane = threadIdx.x % kWarpSize;
   const int words = work.p.ue8m0 != 0 ? 1 : kWarpGroups;
@@ -178,7 +181,7 @@ __device__ void quantize_token(const QuantizeWork& work, int64_t token) {
   }
 }
 
-// Zeroes the padding among 32 rows, and what follows row N in a column-major layout.
+// Zeroes the padding among 32 rows, and the alignment rows after row N of a column-major layout.
 template <bool kVectors>
 __device__ void zero_padding(const QuantizeWork& work, int64_t first) {
   const pmo_quantize_params& p = work.p;
@@ -197,7 +200,7 @@ __device__ void zero_padding(const QuantizeWork& work, int64_t first) {
   const int words = static_cast<int>(work.layout.words);
   const bool by_column = work.layout.row_step == 1;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < kFillRows * words; i += blockDim.x) {  // neighbours in memory to neighbouring threads
+  for (int i = threadIdx.x; i < kFillRows * words; i += blockDim.x) {  // neighbouring threads store neighbouring words
     const int row = by_column ? i % kFillRows : i / words;
     const int word = by_column ? i / kFillRows : i % words;
     if ((all >> row & 1) == 0) continue;
@@ -218,8 +221,8 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kBlocks) quantize_rows(c
   }
 }
 
-// Column-major scales of rows from those of tokens.
-__global__ void __launch_bounds__(kTileThreads) turn_scales(const __grid_constant__ QuantizeWork work) {
+// Column-major scales of rows from the scales of tokens, through tiles in shared memory.
+__global__ void __launch_bounds__(kTileThreads) transpose_scales(const __grid_constant__ QuantizeWork work) {
   const pmo_quantize_params& p = work.p;
   constexpr int32_t kEmpty = -1, kUnwanted = -2;
   __shared__ int32_t tokens[kTileRows];
@@ -261,24 +264,24 @@ template <typename Rows>
 int launch_rows(const QuantizeWork& work, bool vectors, cudaStream_t stream) {
   const int64_t rounds = divide_up(work.chunks, kMaxWarps);
   const auto warps = static_cast<unsigned>(divide_up(work.chunks, rounds));
-  const unsigned tokens = warps < kUsualWarps ? kUsualWarps / warps : 1;
+  const unsigned tokens = warps < kMinWarps ? kMinWarps / warps : 1;
   const int64_t units = work.p.num_tokens + divide_up(work.fill_rows, kFillRows);
   if (units == 0) return PMO_OK;
   const auto kernel = vectors ? quantize_rows<Rows, true> : quantize_rows<Rows, false>;
   const Grid grid = {grid_for(units, tokens), dim3(warps * kWarpSize, tokens)};
   if (const int status = launch("quantize_rows", kernel, grid, stream, work)) return status;
   if (work.token_scales == nullptr) return PMO_OK;
-  return launch("turn_scales", turn_scales, {grid_for(work.layout.rows, kTileRows), kTileThreads}, stream, work);
+  return launch("transpose_scales", transpose_scales, {grid_for(work.layout.rows, kTileRows), kTileThreads}, stream, work);
 }
 
 int quantize(const pmo_quantize_params& p, cudaStream_t stream) {
   if (const int status = check_quantize(p)) return status;
   if (p.hidden == 0 || p.num_rows == 0) return PMO_OK;
   QuantizeWork work = {p, ScaleLayout(p), p.x_row_stride * dtype_size(p.dtype), divide_up(p.hidden, kWarpColumns)};
-  if (p.topk == 0) work.p.num_tokens = 0;  // nothing to read
+  if (p.topk == 0) work.p.num_tokens = 0;  // no token has a row
   work.first_fill_row = has_row_map(p) ? 0 : p.num_rows;
   if (p.fill != 0) work.fill_rows = work.layout.rows - work.first_fill_row;
-  if (turns_scales(p)) work.token_scales = static_cast<uint32_t*>(p.workspace);
+  if (transposes_scales(p)) work.token_scales = static_cast<uint32_t*>(p.workspace);
   const uintptr_t stride = p.num_tokens > 1 ? static_cast<uintptr_t>(work.x_stride) : 0;
   PMO_REQUIRE((address(p.x) | stride) % dtype_size(p.dtype) == 0, "x", "aligned to its element size");
   const bool vectors = widest_access({address(p.x), stride, address(p.codes)}) == 16 && p.hidden % kLaneColumns == 0;

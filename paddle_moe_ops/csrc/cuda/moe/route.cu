@@ -1,21 +1,23 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Routing on the GPU: a stable counting sort of slots by expert, without atomics on positions.
+// Routing in several launches: a stable counting sort of slots by expert, without atomics on positions.
 //
-// Up to 32 slots per token and 1024 experts the maps come from the fused kernel (fused.cu), in one launch. Here is what serves all
-// others, and the passes that count and check. The slots, in flat order, are cut into tiles of whole tokens; one warp owns a tile. Passes:
-//   1. clean: one thread per slot (a warp per token for a mask) writes the cleaned id, -1 = the slot has no row
+// Up to 32 slots per token and 1024 experts the fused kernel (fused.cu) writes the maps in one launch. This file serves all other
+// sizes, and the counts and checks of pmo_route_count_cuda. The slots, in flat order, are cut into tiles of whole tokens; one
+// warp owns a tile. Passes:
+//   1. clean: a thread per slot (a warp per token for a mask) writes the cleaned id, -1 = the slot has no row
 //   2. count: a warp per tile counts its experts
-//   3. scan:  a warp per expert turns its counts of all tiles into the slots before each tile, one block adds up the padded segments
-//   4. place: a warp per tile walks its slots 32 at a time; equal experts in a warp rank by lane (match_any), so rows follow the
-//      flat slot order for any schedule
-//   5. sort:  one thread per slot finds its place among the token's rows
+//   3. scan:  a warp per expert computes exclusive prefix sums over the tiles; one CTA scans the padded segments
+//   4. place: a warp per tile assigns rows, 32 slots at a time; slots with equal experts in a warp rank by lane (match_any), so
+//     rows follow the flat slot order for any schedule
+//   5. sort:  a thread per slot finds its position among the token's rows
 // Passes 1 to 3 belong to pmo_route_count_cuda, 4 and 5 to pmo_route_cuda.
 //
-// Workspace: pmo_route_findings, int32 [T, K] cleaned ids, int64 [tiles, E] counts, int64 [E + 1] starts, and the counters of the fused
-// kernel.
-// Bytes moved: ids read once, cleaned ids written once and read three times, maps written once; [tiles, E] twice.
+// Workspace: pmo_route_findings, int32 [T, K] cleaned ids, int64 [tiles, E] counts, int64 [E + 1] starts, and the counters of the
+// fused kernel.
+//
+// Memory-bound: ids read once, cleaned ids written once and read three times, maps written once; [tiles, E] counts twice.
 #include <climits>
 
 #include "common/checks.h"
@@ -37,13 +39,12 @@ constexpr int64_t kMinSlotsPerTile = 256;
 constexpr int64_t kMaxTiles = 2048;
 constexpr int kScanThreads = 1024;
 
-// How the slots are cut into tiles, and where in the workspace a pass finds things; passed to kernels by value.
+// Tiles of slots and pointers into the workspace; passed to kernels by value.
 struct RouteTiles {
   int64_t num_tokens, topk, num_experts, tokens_per_tile, num_tiles;
   pmo_route_findings* findings;
-  int32_t* ids;  // [T, K]
-  int64_t*
-      before;  // [tiles, E] slots of the tile, then those of the tiles before it, then (while placing) of the next slot as well
+  int32_t* ids;     // [T, K]
+  int64_t* before;  // [tiles, E] counts of the tile, then of all tiles before it, then (while placing) of the next slot
   int64_t* starts;  // [E + 1] padded, not clamped
   int32_t* fused_ints;
   int64_t bytes;
@@ -98,7 +99,7 @@ __global__ void clean_ids(RouteTiles tiles, const Id* ids, const float* probs, b
   }
 }
 
-// A warp per token: the lanes look at 32 experts at a time and rank the set ones by ballot.
+// A warp per token: lanes test 32 experts at a time and rank the set ones by ballot.
 __global__ void clean_mask(RouteTiles tiles, const uint8_t* mask, const float* probs) {
   const int lane = threadIdx.x % kWarpSize;
   for (int64_t token = blockIdx.x * int64_t{kWarps} + threadIdx.x / kWarpSize; token < tiles.num_tokens;
@@ -122,7 +123,7 @@ __global__ void clean_mask(RouteTiles tiles, const uint8_t* mask, const float* p
   }
 }
 
-// The values at the places that the cleaning found; one thread.
+// Adds the values at the places that the cleaning found; one thread.
 template <typename Id>
 __global__ void complete_findings(RouteTiles tiles, const Id* ids) {
   pmo_route_findings& found = *tiles.findings;
@@ -143,8 +144,8 @@ __global__ void complete_mask_findings(RouteTiles tiles, const uint8_t* mask) {
   }
 }
 
-// Calls visit(slot, expert, rank) for every slot of the warp's tile; rank = counter[expert] plus the slots of this expert before it in
-// the tile. The lanes of a warp see each other's updates of the counter.
+// Calls visit(slot, expert, rank) for every slot of the warp's tile; rank = counter[expert] plus the slots of this expert before
+// it in the tile. The lanes of a warp see each other's updates of the counter.
 template <typename Visit>
 __device__ void walk_tile(const RouteTiles& tiles, int64_t tile, int64_t* counter, Visit visit) {
   const int lane = threadIdx.x % kWarpSize;
@@ -170,8 +171,8 @@ __global__ void count_tiles(RouteTiles tiles) {
   }
 }
 
-// A warp per expert: what each tile counted becomes what the tiles before it did. Counts of the next 32 tiles are on their way while
-// those of the last are added up.
+// Exclusive prefix sums of counts over the tiles, a warp per expert. Loads of the next 32 tiles overlap the scan of the current
+// ones.
 __global__ void scan_tiles(RouteTiles tiles, int32_t* routed_per_expert) {
   const int lane = threadIdx.x % kWarpSize;
   const int64_t experts = tiles.num_experts;
@@ -194,7 +195,7 @@ __global__ void scan_tiles(RouteTiles tiles, int32_t* routed_per_expert) {
   }
 }
 
-// One block scans the padded totals; every thread has a contiguous range of experts.
+// Scan of the padded totals by one CTA; a thread has a contiguous range of experts.
 __global__ void scan_experts(RouteTiles tiles, int64_t padding_alignment, const int32_t* routed_per_expert) {
   __shared__ int64_t partial[kScanThreads];
   const int64_t experts = tiles.num_experts;
@@ -231,7 +232,7 @@ __global__ void clamp_experts(RouteTiles tiles, int64_t num_rows, const int32_t*
   }
 }
 
-// Slots that find the buffer full: what was routed less what fits. One block, a fixed tree.
+// Number of slots beyond the end of the buffer: routed rows minus rows inside. One CTA, a fixed tree.
 __global__ void count_overflow(RouteTiles tiles, int64_t num_rows, const int32_t* routed_per_expert, int32_t* overflow) {
   __shared__ int64_t partial[kThreads];
   int64_t dropped = 0;
@@ -262,7 +263,7 @@ __global__ void place_tiles(RouteTiles tiles, PlaceOutputs out) {
     walk_tile(tiles, tile, tiles.before + tile * tiles.num_experts, [&](int64_t slot, int32_t expert, int64_t rank) {
       const int64_t row = expert >= 0 ? tiles.starts[expert] + rank : -1;
       const bool placed = expert >= 0 && row < out.num_rows;
-      // The cleaned ids are not needed after this point: they become the map that the sort reads.
+      // The rows overwrite the cleaned ids, for the sort.
       tiles.ids[slot] = placed ? static_cast<int32_t>(row) : -1;
       if (out.slot_to_row != nullptr) out.slot_to_row[slot] = placed ? static_cast<int32_t>(row) : -1;
       if (!placed) return;
@@ -271,13 +272,13 @@ __global__ void place_tiles(RouteTiles tiles, PlaceOutputs out) {
       if (out.row_to_slot != nullptr) out.row_to_slot[row] = static_cast<int32_t>(slot);
       if (out.row_to_expert != nullptr) out.row_to_expert[row] = expert;
       if (out.row_probs != nullptr) out.row_probs[row] = out.probs[out.mask ? token * tiles.num_experts + expert : slot];
-      // a token that names the expert in several slots leaves its last row, the highest one
+      // several slots with one expert: the last row, the highest one
       if (out.rowmap != nullptr) atomicMax(&out.rowmap[token * tiles.num_experts + expert], static_cast<int32_t>(row));
     });
   }
 }
 
-// Rows ascending, then the -1 entries: each slot counts those that come before it.
+// Rows ascending, then -1: each slot counts the entries that precede it.
 __global__ void sort_token_rows(RouteTiles tiles, int32_t* token_rows) {
   const int64_t slots = tiles.num_tokens * tiles.topk;
   for (int64_t slot = blockIdx.x * int64_t{kThreads} + threadIdx.x; slot < slots; slot += int64_t{gridDim.x} * kThreads) {
@@ -314,7 +315,7 @@ int launch_clean_mask(const pmo_route_params& p, const RouteTiles& tiles, cudaSt
   return launch("complete_mask_findings", complete_mask_findings, {1, 1}, stream, tiles, mask);
 }
 
-// The ids without what has no row, in the workspace.
+// Writes cleaned ids to the workspace: -1 for slots without a row.
 int clean(const pmo_route_params& p, const RouteTiles& tiles, cudaStream_t stream) {
   if (const int status = launch("reset_findings", reset_findings, {1, 1}, stream, tiles.findings)) return status;
   if (p.num_tokens * p.topk == 0) return PMO_OK;
@@ -336,10 +337,10 @@ int count(const pmo_route_params& p, cudaStream_t stream) {
   return launch("scan_experts", scan_experts, {1, kScanThreads}, stream, tiles, p.padding_alignment, p.routed_per_expert);
 }
 
-// In one launch, with the rows of `permute` if it is given. The ids are those that cleaning left in the workspace, or the caller's own.
+// One launch, with the rows of `permute` if it is given. `cleaned`: ids are those in the workspace, otherwise the caller's.
 int route_fused(const pmo_route_params& p, const RouteTiles& tiles, bool cleaned, const pmo_permute_params* permute,
                 cudaStream_t stream) {
-  // Blocks may read each other's ids while they write rows, so cleaned ids and rows must not share memory.
+  // CTAs read each other's ids while they write rows, so cleaned ids and rows must not share memory.
   const bool may_use_ids = !cleaned || p.num_tokens * p.topk > kFusedSharedReads;
   const FusedRouting routing = {&p, cleaned ? tiles.ids : nullptr,
                                 p.slot_to_row != nullptr ? p.slot_to_row
@@ -369,7 +370,7 @@ int route(const pmo_route_params& p, cudaStream_t stream) {
         launch("count_overflow", count_overflow, {1, kThreads}, stream, tiles, p.num_rows, p.routed_per_expert, p.overflow);
     if (status != PMO_OK) return status;
   }
-  // -1 in every map, 0.0 in the probabilities: what the placing leaves is padding
+  // -1 in every map, 0.0 in the probabilities: rows that place_tiles does not write are padding
   const size_t row_map_bytes = p.num_rows * sizeof(int32_t);
   for (int32_t* map : {p.row_to_token, p.row_to_slot, p.row_to_expert}) {
     if (map != nullptr && p.num_rows > 0) PMO_CUDA(cudaMemsetAsync(map, 0xFF, row_map_bytes, stream));

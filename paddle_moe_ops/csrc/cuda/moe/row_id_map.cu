@@ -1,9 +1,10 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// TransformerEngine's row_id_map on the GPU: a warp per token, which takes 32 entries at a time.
+// TransformerEngine's row_id_map [T, 2E + 1] (pmo/row_id_map.h), made from a plan and read back into a rowmap. A warp per token,
+// 32 entries at a time.
 //
-// Bytes moved: make reads T * K * 4 and writes T * (2E + 1) * 4; read reads the entries in use and writes T * E * 4.
+// Memory-bound: make reads 4 T K bytes and writes 4 T (2E + 1); read reads the used entries and writes 4 T E.
 #include "pmo/row_id_map.h"
 
 #include "common/checks.h"
@@ -19,7 +20,7 @@ constexpr int kWarps = kThreads / kWarpSize;
 
 __device__ int64_t first_token() { return blockIdx.x * int64_t{kWarps} + threadIdx.x / kWarpSize; }
 
-// The lane's entry of token_rows from `begin` on: its row and expert, and which lanes have one.
+// The lane's entry of token_rows, from entry `begin` on: its row and expert, and the mask of lanes with a row.
 struct Entries {
   int32_t row = -1, expert = -1;
   unsigned used;
@@ -55,7 +56,7 @@ __global__ void make_lines(pmo_row_id_map_params p) {
   }
 }
 
-// Entries go from the last 32 to the first, so that of several at one expert the first is written last.
+// Processes entries from the last 32 to the first. If several name one expert, the first one is written last and stays.
 __global__ void read_lines(pmo_row_id_map_params p) {
   const int lane = threadIdx.x % kWarpSize;
   const int64_t experts = p.num_experts;
@@ -65,7 +66,7 @@ __global__ void read_lines(pmo_row_id_map_params p) {
     for (int64_t expert = lane; expert < experts; expert += kWarpSize) line[expert] = -1;
     const int64_t count = min(int64_t{max(rows[2 * experts], 0)}, experts);
     for (int64_t begin = (count - 1) / kWarpSize * kWarpSize; begin >= 0 && count > 0; begin -= kWarpSize) {
-      __syncwarp();  // what other lanes wrote before is overwritten
+      __syncwarp();  // orders the overwrites of other lanes
       const int64_t entry = begin + lane;
       const int32_t expert = entry < count ? rows[experts + entry] : -1;
       const unsigned same = __match_any_sync(kAllLanes, expert);

@@ -1,12 +1,16 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Values per slot and per row, and the cleaning of a user's rowmap, on the GPU.
+// Cleaning of a user's rowmap, and values per slot and per row.
 //
-// clean_rowmap: every entry of the rowmap bids for its row with its flat place; the lowest bid wins (atomicMin: the outcome does not
-// depend on the order of the bids). Then the entries that won are kept, in expert order, by as many lanes of a warp per token as it has
-// experts, at most 32; the same launch looks up the slots, a thread each, and the values of their rows.
-// Workspace: pmo_rowmap_findings, then int64 [N] winning places. Bytes moved: rowmap read twice, T * E * 4 each; 8 * N bytes of bids.
+// clean_rowmap, three launches. bid: every entry of the rowmap bids for its row with its flat index; the lowest bid wins
+// (atomicMin, so the outcome does not depend on the order). keep_winners: entries that won are compacted in expert order, by 8,
+// 16 or 32 lanes per token; the same launch looks up slots, a thread each, and the values of their rows. complete_findings:
+// values for the checks. Workspace: pmo_rowmap_findings, then int64 [N] winning indices.
+//
+// gather: slot_values[slot] = row_values[slot_to_row[slot]], a thread per slot. scatter: the inverse sum, a thread per token.
+//
+// Memory-bound: clean_rowmap reads the rowmap twice, 4 T E bytes each, and moves 8 N bytes of bids.
 #include "common/checks.h"
 #include "common/ids.h"
 #include "cuda/moe/findings.cuh"
@@ -19,10 +23,10 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// The workspace: what was found, and who has a row.
+// The workspace: findings, and the winning entry of each row.
 struct Bids {
   pmo_rowmap_findings* findings;
-  unsigned long long* owner;  // [N] flat place of the entry that has the row
+  unsigned long long* owner;  // [N] flat index of the entry that has the row
   int64_t bytes;
 
   explicit Bids(const pmo_clean_rowmap_params& p) {
@@ -60,13 +64,13 @@ __global__ void bid(pmo_clean_rowmap_params p, Bids bids) {
   }
 }
 
-// The row of an expert's entry, if the entry won it.
+// Row of an entry if the entry won it, else -1.
 __device__ int32_t winning_row(const pmo_clean_rowmap_params& p, const Bids& bids, int64_t flat) {
   const int32_t row = p.rowmap[flat];
   return is_row(p, row) && bids.owner[row] == static_cast<unsigned long long>(flat) ? row : -1;
 }
 
-// kLanes neighbouring lanes of a warp, which have a token to themselves.
+// kLanes neighbouring lanes of a warp that share a token.
 template <int kLanes>
 struct TokenLanes {
   int lane = static_cast<int>(threadIdx.x % kLanes);
@@ -76,7 +80,7 @@ struct TokenLanes {
   __device__ unsigned before() const { return (1u << threadIdx.x % kWarpSize) - 1; }
 };
 
-// A slot's row is the winning entry of its expert.
+// Row of a slot: that of its expert's winning entry, -1 if there is none.
 __device__ int32_t row_of_slot(const pmo_clean_rowmap_params& p, const Bids& bids, int64_t slot) {
   const int64_t expert = expert_id(p, slot);
   if (expert < 0 || expert >= p.num_experts) {
@@ -98,7 +102,7 @@ __global__ void __launch_bounds__(kThreads) keep_winners(pmo_clean_rowmap_params
   const bool by_expert = p.slot_to_row != nullptr && p.ids == nullptr && p.topk == p.num_experts;
   const int64_t step = int64_t{gridDim.x} * (kThreads / kLanes),
                 own = blockIdx.x * int64_t{kThreads / kLanes} + threadIdx.x / kLanes;
-  for (int64_t token = own; token - own < p.num_tokens; token += step) {  // the same rounds for all lanes of a warp
+  for (int64_t token = own; token - own < p.num_tokens; token += step) {  // the same number of iterations for all lanes of a warp
     const bool is_token = token < p.num_tokens;
     int64_t kept = 0;
     for (int64_t begin = 0; begin < p.num_experts; begin += kLanes) {
@@ -116,7 +120,7 @@ __global__ void __launch_bounds__(kThreads) keep_winners(pmo_clean_rowmap_params
       }
       kept += __popc(won);
     }
-    const int64_t end = by_expert ? p.num_experts : min(kept + 1, p.num_experts);  // a plan's map is defined throughout
+    const int64_t end = by_expert ? p.num_experts : min(kept + 1, p.num_experts);  // a plan's map is defined in all columns
     for (int64_t place = kept + me.lane; is_token && place < end; place += kLanes)
       p.token_rows[token * p.num_experts + place] = -1;
   }
@@ -129,7 +133,7 @@ __global__ void __launch_bounds__(kThreads) keep_winners(pmo_clean_rowmap_params
   }
 }
 
-// The values at the places found; one thread.
+// Adds the values at the places found; one thread.
 __global__ void complete_findings(pmo_clean_rowmap_params p, Bids bids) {
   pmo_rowmap_findings& found = *bids.findings;
   if (found.bad_id_place != PMO_NOWHERE) found.bad_id = expert_id(p, found.bad_id_place);
@@ -161,7 +165,7 @@ int clean_rowmap(const pmo_clean_rowmap_params& p, cudaStream_t stream) {
   return launch("complete_findings", complete_findings, {1, 1}, stream, p, bids);
 }
 
-// The index of a slot's value, or -1 if it has none.
+// Index of a slot's value, or -1.
 __device__ int64_t value_place(const pmo_slots_params& p, int64_t slot, int64_t row) {
   if (p.num_experts == 0) return slot;
   const int32_t expert = p.row_to_expert[row];
@@ -182,7 +186,7 @@ __global__ void gather(pmo_slots_params p) {
   }
 }
 
-// A thread per token: only one token's slots may share a row, and their values are added in slot order.
+// A thread per token: only slots of one token may share a row, and their values are added in slot order.
 __global__ void scatter(pmo_slots_params p) {
   for (int64_t token = blockIdx.x * int64_t{kThreads} + threadIdx.x; token < p.num_tokens;
        token += int64_t{gridDim.x} * kThreads) {
@@ -192,7 +196,7 @@ __global__ void scatter(pmo_slots_params p) {
         if (row < 0 || row >= p.num_rows) continue;
         const int64_t place = value_place(p, slot, row);
         if (place < 0) continue;
-        // -0.0 is the neutral start: a value that comes alone keeps its sign
+        // -0.0 is the neutral element: a single value keeps its sign
         p.row_values[row] = pass == 0 ? -0.0f : __fadd_rn(p.row_values[row], p.slot_values[place]);
       }
     }

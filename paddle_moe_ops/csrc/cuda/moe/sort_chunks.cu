@@ -1,18 +1,19 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// sort_chunks on the GPU: a copy of the whole buffer in which every chunk is shifted by its own distance.
+// sort_chunks: a copy of a buffer [R, H] of chunks of rows in which every chunk is shifted by its own distance
+// (pmo/sort_chunks.h).
 //
-// Every block makes the table of the chunks in shared memory: where each begins and where it goes. The buffer is cut into units of
-// 8 x 32 accesses (4 KiB at 16 bytes), which may begin and end within rows. A warp takes a unit, loads all of it and stores it piece by
-// piece, one piece per chunk that it touches: mostly one. The first unit is being loaded while the table is made. With more chunks than a
-// block has threads, a separate kernel makes the table once, in the workspace: to make it in every block would cost up to a quarter of the
-// bandwidth. Threads take rows as well, for the map and the probabilities.
+// Every CTA computes the table of chunks (starts and targets) in shared memory. The buffer is cut into units of 8 x 32 accesses
+// (4 KiB at 16 bytes), which may begin and end within rows. A warp loads a unit and stores it, one run of accesses per chunk that
+// it touches: mostly one. The loads of the first unit overlap the computation of the table. With more chunks than a CTA has
+// threads, a separate kernel computes the table once, in the workspace: in every CTA it would cost up to a quarter of the
+// bandwidth. Threads also process rows, for the map and the probabilities.
 //
-// Grids of as many blocks as there are units beat persistent ones (0.95 and 0.88 of a plain copy on an H200, 32768 rows of 14 KiB), and
-// blocks of 256 threads those of 512 and 1024.
+// One CTA per unit is faster than a persistent kernel (0.95 and 0.88 of a plain copy on an H200, 32768 rows of 14 KiB), and CTAs
+// of 256 threads are faster than 512 and 1024.
 //
-// Bytes moved: 2 * R * H * itemsize, and per row 4 of the map and 8 of the probabilities.
+// Memory-bound: 2 R H itemsize bytes, and per row 4 of the map and 8 of the probabilities.
 #include <climits>
 
 #include "common/chunks.h"
@@ -28,21 +29,21 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kUnroll = 8;  // accesses that a lane has in flight
+constexpr int kUnroll = 8;  // accesses of a lane in flight
 constexpr int kUnit = kUnroll * kWarpSize;
 constexpr int64_t kSharedChunks = kThreads;
 constexpr int kTableThreads = 1024;
 
-// What every block does: the fields of the params, and lengths in accesses.
+// Kernel parameters: the params, and lengths in accesses.
 struct SortWork {
   pmo_sort_chunks_params p;
-  int32_t* table;  // in the workspace, or null: every block makes it
+  int32_t* table;  // in the workspace, or null: every CTA computes it
   int64_t row_length, total;
   int64_t x_stride;  // bytes
   bool dense;
 };
 
-// The chunks and, as one more, the rows after them, by where they begin. [C + 1] each.
+// Starts and targets of the chunks; the rows after them count as one more chunk. [C + 1] each.
 struct Table {
   int32_t* starts;
   int32_t* targets;
@@ -51,11 +52,11 @@ struct Table {
   __device__ Table(int32_t* memory, int64_t num_chunks)
       : starts(memory), targets(memory + num_chunks + 1), num_chunks(num_chunks) {}
 
-  // The chunk of a row: of those that begin there, the last one, the others being empty. By a warp, whose lanes all look for the same row:
-  // each step narrows the search to a 32nd.
+  // Chunk of a row: the last one that begins at or before it. Called by a warp, one row for all lanes: each step narrows the
+  // search to a 32nd.
   __device__ int32_t find_by_warp(int64_t row) const {
     const int lane = threadIdx.x % kWarpSize;
-    int32_t low = 0, count = static_cast<int32_t>(num_chunks) + 1;  // it is one of [low, low + count)
+    int32_t low = 0, count = static_cast<int32_t>(num_chunks) + 1;  // the chunk is in [low, low + count)
 #pragma unroll 1
     while (count > 1) {
       const int32_t step = divide_up(count, kWarpSize), place = lane * step;
@@ -67,7 +68,7 @@ struct Table {
     return low;
   }
 
-  // The same by a thread.
+  // The same by one thread.
   __device__ int32_t find(int64_t row) const {
     int32_t low = 0, high = static_cast<int32_t>(num_chunks);
 #pragma unroll 1
@@ -85,7 +86,7 @@ struct Table {
   __device__ int64_t shift(int32_t chunk) const { return int64_t{targets[chunk]} - starts[chunk]; }
 };
 
-// Sum of the values of the threads before this one and of all of them; no sum goes beyond `limit` (below 2^31). All threads take part.
+// Exclusive prefix sum and total over the CTA, saturated at `limit` (below 2^31). Called by all threads.
 template <int kBlock>
 struct BlockScan {
   static constexpr int kBlockWarps = kBlock / kWarpSize;
@@ -110,12 +111,12 @@ struct BlockScan {
       if (other == warp) before = min(before + total, limit);
       total = min(total + warp_sums[other], limit);
     }
-    __syncthreads();  // the sums may be overwritten
+    __syncthreads();  // before warp_sums is overwritten
   }
 };
 
-// Fills the table; all threads of the block take part. Until a chunk's target is known, its place holds the first entry of `order` that
-// names it (kUnnamed: none); a target is kept as its complement, which is no entry, until all are known.
+// Fills the table, by all threads of the CTA. Until a chunk's target is known, its element holds the first entry of `order` that
+// names it (kUnnamed: none). A target is stored as its complement, which is no entry, until all are known.
 constexpr int32_t kUnnamed = INT_MAX;
 
 template <int kBlock>
@@ -169,13 +170,13 @@ __global__ void __launch_bounds__(kTableThreads) make_table(SortWork work) {
   fill<kTableThreads>(Table(work.table, work.p.num_chunks), work.p);
 }
 
-// The accesses of a unit that a lane holds.
+// A lane's accesses of a unit, in registers.
 template <int kBytes>
 struct Unit {
   using Access = Vector<kBytes>;
   Access values[kUnroll];
 
-  // Calls visit(place, value) for the lane's accesses in [begin, end) of the unit that begins at `first`.
+  // Calls visit(index, value) for the lane's accesses in [begin, end) of the unit from access `first` on.
   template <typename Visit>
   __device__ void each(int64_t first, int64_t begin, int64_t end, Visit visit) {
 #pragma unroll

@@ -1,11 +1,11 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The rows of a few tokens and their weights, in shared memory, for unpermute of many tokens.
+// Rows of a tile of tokens and their weights in shared memory, for unpermute of many tokens.
 //
-// A block reads the maps of its tokens once, a warp per token, and then loops over the resulting list. The list holds the rows that are
-// used, in order and without gaps, so that the loop can load several rows ahead, even those of the next token. It has one segment of 32
-// entries of each token. If a token of the tile has more, the caller takes the tokens one by one, segment by segment.
+// A CTA reads the maps of its tokens once, a warp per token, and then loops over the resulting list. The list holds the used rows
+// in order and without gaps, so the loop loads several rows ahead, across tokens. It has one segment of 32 entries of each token.
+// If a token of the tile has more, the caller processes the tokens one by one, segment by segment.
 #pragma once
 
 #include <cstdint>
@@ -17,12 +17,12 @@ namespace cuda {
 
 constexpr int kTileTokens = 8;  // at most
 
-// One row of the list, or a token without rows.
+// A row of the list, or a token without rows.
 struct alignas(8) ListedRow {
-  int32_t row;    // -1: the token has none
+  int32_t row;    // -1: the token has no row
   int16_t token;  // within the tile
-  bool last;      // of its token
-  bool only;      // the token has no other
+  bool last;      // last row of its token
+  bool only;      // only row of its token
 };
 
 // The list of a tile: tokens [first, first + count).
@@ -31,13 +31,13 @@ struct TileList {
   float weights[kTileTokens * kWarpSize];  // of the rows, once they are loaded
   int32_t counts[kTileTokens];
   int32_t size;
-  int32_t more;  // a token has more entries after this segment
+  int32_t more;  // not 0: a token has entries after this segment
 
-  // Every thread of the block takes part; ends with a barrier.
+  // Called by all threads of the CTA; ends with a barrier.
   template <typename Params>
   __device__ void fill(const Params& p, int64_t first, int count, int64_t segment) {
     const int lane = threadIdx.x % kWarpSize, warps = blockDim.x / kWarpSize;
-    __syncthreads();  // the list before this one is no longer read
+    __syncthreads();  // all have read the previous list
     if (threadIdx.x == 0) more = 0;
     __syncthreads();
     for (int index = threadIdx.x / kWarpSize; index < count; index += warps) {
@@ -51,7 +51,7 @@ struct TileList {
       int32_t base = 0;
       for (int earlier = 0; earlier < index; ++earlier) base += max(counts[earlier], 1);
       const int32_t here = __popc(part.used), rank = __popc(part.used & ((1u << lane) - 1));
-      // A token's only row is marked as its last, whichever segment it is in: later segments have nothing to add or to store.
+      // A token's only row is also its last, in whichever segment it is: later segments neither add nor store.
       const bool is_whole = segment == 0 && part.ended;
       const bool has_one = is_whole ? here == 1 : here <= 1 && has_one_row(p, first + index, WarpRows(p, first + index, 0));
       const bool only = has_one && here == 1;
@@ -66,7 +66,8 @@ struct TileList {
     __syncthreads();
   }
 
-  // As fill; a caller asks for the rows' data before, so that the weights, two loads one after the other, arrive with them.
+  // Called by all threads, after they issued the loads of the rows' data: weights, two dependent loads, then arrive with the
+  // data.
   template <typename Params>
   __device__ void load_weights(const Params& p) {
     for (int i = threadIdx.x; i < size; i += blockDim.x) {

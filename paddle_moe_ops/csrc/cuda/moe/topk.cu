@@ -1,17 +1,19 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The router's top-k and its gradient on the GPU: a warp per token, one launch.
+// The router's top-k and its gradient: gating logits [T, E] -> ids and weights [T, K], optionally scores [T, E]. A warp per
+// token, one launch.
 //
-// Forward: lane l has the experts l, l + 32, ... and keeps a key for each, an integer in the order of choice (common/scoring.h), in
-// registers where there are few and no groups, in shared memory elsewhere. The best experts are found one per round: the warp takes the
-// highest of its lanes' best candidates, and the lane that had it looks for its next. Groups are ranked the same way, by several lanes per
-// group where there are few. What was chosen is scored again from its logits, which is faster than keeping scores beside the keys. Where
-// the keys of a block do not fit, they are in the workspace.
+// Forward: lane l has the experts l, l + 32, ... and computes a key for each, an integer in the order of choice
+// (common/scoring.h). Keys are in registers for few experts without groups (choose_few_experts), else in shared memory, or in the
+// workspace if the keys of a CTA do not fit. The best experts are found one per round: the warp reduces the maximum over its
+// lanes' best candidates, and the winning lane advances to its next. Groups are ranked the same way, by several lanes per group
+// if there are few. Weights are computed again from the logits of the chosen experts, which is faster than keeping scores next to
+// the keys.
 //
-// Backward: the softmax again from the logits; then the gradients of all experts, and once more those of the chosen ones.
+// Backward: recomputes the softmax from the logits, then the gradients of all experts, then adds those of the chosen ones.
 //
-// Bytes moved: T * E elements and T * K ids and weights, with the scores T * E elements more; the gradient reads and writes T * E elements.
+// Memory-bound: T E elements and T K ids and weights, with scores T E elements more; the gradient reads and writes T E elements.
 // A token's logits are read three times, all but the first from the L1.
 #include "pmo/topk.h"
 
@@ -28,8 +30,8 @@ static_assert(kScoreLanes == kWarpSize, "a sum's lanes are those of a warp");
 
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpSize;
-constexpr int64_t kSharedBytes = 48 << 10;     // what any block may have
-constexpr int64_t kWorkspaceBlocks = 1 << 10;  // enough to fill a GPU
+constexpr int64_t kSharedBytes = 48 << 10;     // dynamic shared memory of any CTA, without an attribute
+constexpr int64_t kWorkspaceBlocks = 1 << 10;  // CTAs; enough to fill a GPU
 
 __device__ int lane_id() { return static_cast<int>(threadIdx.x) % kWarpSize; }
 
@@ -47,7 +49,7 @@ __device__ uint64_t warp_max(uint64_t candidate) {
   return uint64_t{highest} << 32 | max_over_warp(key == highest ? static_cast<uint32_t>(candidate) : 0u);
 }
 
-// The sum of term(i) for i in [0, count), by all lanes of a warp, in the order of common/scoring.h.
+// Sum of term(i) for i in [0, count), by all lanes of a warp, in the order of common/scoring.h.
 template <typename Term>
 __device__ float lane_sum(int32_t count, Term term) {
   float sum = 0.0f;
@@ -71,15 +73,15 @@ __device__ float rounded(float value) {
   return Rows::load(Rows::store(value));
 }
 
-// What turns logits of a token into scores: with a softmax, their highest and the sum of their exponentials. Softmax and sigmoid are quotients
-// of the same form, so there is one copy of the code for both: it comes from memory at every launch.
+// Scoring function of a token: sigmoid, or softmax with its maximum and the sum of exponentials. Both are quotients of the same
+// form, so one copy of the code serves both: a launch fetches its code from memory.
 struct Scoring {
   bool use_sigmoid;
   float highest = 0.0f, sum = 1.0f;
 
   __device__ float exponential(float logit) const { return exp_minus(use_sigmoid ? logit : highest - logit); }
 
-  // The score of a logit whose exponential is known.
+  // Score of a logit with a known exponential.
   __device__ float quotient(float logit, float exponential) const {
     const float over = use_sigmoid && !signbit(logit) ? 1.0f : exponential;
     return over / (use_sigmoid ? 1.0f + exponential : sum);
@@ -87,7 +89,7 @@ struct Scoring {
 
   __device__ float operator()(float logit) const { return quotient(logit, exponential(logit)); }
 
-  // Over logit(i) for i in [0, count), by all lanes of a warp.
+  // Computes maximum and sum over logit(i), i in [0, count), by all lanes of a warp.
   template <typename Logit>
   __device__ void run_over(int32_t count, Logit logit) {
     if (use_sigmoid) return;
@@ -99,17 +101,18 @@ struct Scoring {
   }
 };
 
-// Words for a key per place. One in 33 is left out, so that neither the lanes of a warp nor those of several groups meet at a bank.
+// Index of a key in shared memory. One word in 33 is padding, so that lanes of a warp and of several groups access distinct
+// banks.
 __host__ __device__ constexpr int64_t word_of(int64_t place) { return place + place / kWarpSize; }
 
-// A key per place. 0 is never chosen.
+// Keys in memory, one per place (expert or group). Key 0 is never chosen.
 struct Keys {
   uint32_t* words;
   int32_t count;
 
   __device__ uint32_t& at(int32_t place) const { return words[word_of(place)]; }
 
-  // The highest candidate below `limit` among the places first, first + step, ... that are below `end`; 0: there is none.
+  // Highest candidate below `limit` among places first, first + step, ... below `end`; 0: none.
   __device__ uint64_t highest_below(uint64_t limit, int32_t first, int32_t end, int32_t step) const {
     uint64_t best = 0;
 #pragma unroll 4
@@ -121,8 +124,8 @@ struct Keys {
     return best;
   }
 
-  // Calls visit(rank, candidate) for the `wanted` highest candidates, from the highest down, in all lanes of a warp. A lane reads no key
-  // but its own.
+  // Calls visit(rank, candidate) for the `wanted` highest candidates in descending order, by all lanes of a warp. A lane reads
+  // only its own keys.
   template <typename Visit>
   __device__ void each_highest(int32_t wanted, Visit visit) const {
     uint64_t best = highest_below(~uint64_t{0}, lane_id(), count, kWarpSize);
@@ -135,14 +138,14 @@ struct Keys {
   }
 };
 
-// Takes the experts of all but the best groups out of the choice.
+// Sets the keys of experts outside the best topk_groups groups to 0.
 __device__ void keep_groups(const pmo_topk_params& p, const Keys& experts, const Keys& groups) {
   const int32_t size = experts.count / groups.count;
   const auto summed = static_cast<int32_t>(min(p.scores_per_group, int64_t{size}));
-  int32_t lanes = kWarpSize;  // per group, a power of two
+  int32_t lanes = kWarpSize;  // lanes per group, a power of two
   while (lanes > 1 && lanes * groups.count > kWarpSize) lanes /= 2;
   const int32_t part = lane_id() % lanes;
-  __syncwarp();  // keys of other lanes
+  __syncwarp();  // orders the reads of keys of other lanes
 #pragma unroll 1
   for (int32_t first = 0; first < groups.count; first += kWarpSize / lanes) {
     const int32_t group = first + lane_id() / lanes;
@@ -167,7 +170,7 @@ __device__ void keep_groups(const pmo_topk_params& p, const Keys& experts, const
   }
 }
 
-// The key by which an expert is chosen; its score is stored if scores are asked for.
+// Key of an expert; stores its score if p.scores is given.
 template <typename Rows>
 __device__ uint32_t scored_key(const pmo_topk_params& p, const Scoring& scoring, int64_t token, int32_t expert, float logit) {
   float value = logit;
@@ -194,7 +197,7 @@ __global__ void __launch_bounds__(kThreads) choose_experts(pmo_topk_params p, in
     const auto logit = [&](int64_t expert) { return element<Rows>(p.gating, token * p.gating_row_stride + expert); };
     Scoring scoring = {p.use_sigmoid != 0};
     if (scores_all) scoring.run_over(num_experts, logit);
-    __syncwarp();  // the keys of the token before are not read any more
+    __syncwarp();  // before the keys of the previous token are overwritten
 #pragma unroll 4
     for (int32_t expert = lane; expert < num_experts; expert += kWarpSize) {
       experts.at(expert) = scored_key<Rows>(p, scoring, token, expert, logit(expert));
@@ -220,9 +223,9 @@ __global__ void __launch_bounds__(kThreads) choose_experts(pmo_topk_params p, in
   }
 }
 
-// The same without limits on groups, for up to 32 * kKeys experts and 32 slots: logits and keys stay in registers. A lane sorts its keys
-// once, so a round of the choice takes one reduction over the warp, or two if keys are equal. H200, T 16384, E 64, K 8: 16.2 us, with keys in
-// shared memory 33.6. T 4096, E 128: 10.0 us, with the highest of eight keys looked for in each round 11.9.
+// The same without group limits, for up to 32 * kKeys experts and 32 slots: logits and keys stay in registers. A lane sorts its
+// keys once, so a round takes one warp reduction, or two if keys are equal. H200, T 16384, E 64, K 8: 16.2 us; with keys in
+// shared memory 33.6 us. T 4096, E 128: 10.0 us; with a search among eight keys in each round 11.9 us.
 template <typename Rows, int kKeys>
 __global__ void __launch_bounds__(kThreads) choose_few_experts(pmo_topk_params p) {
   const auto num_experts = static_cast<int32_t>(p.num_experts), topk = static_cast<int32_t>(p.topk);
@@ -232,7 +235,7 @@ __global__ void __launch_bounds__(kThreads) choose_few_experts(pmo_topk_params p
   if (token >= p.num_tokens) return;
   const auto is_expert = [&](int i) { return i * kWarpSize + lane < num_experts; };
   const auto logit = [&](int64_t expert) { return element<Rows>(p.gating, token * p.gating_row_stride + expert); };
-  // Logits, and then what experts are chosen by; both arrays are on their way together.
+  // Logits, then selection values; the loads of both arrays are in flight together.
   float values[kKeys], bias[kKeys];
 #pragma unroll
   for (int i = 0; i < kKeys; ++i) {
@@ -267,7 +270,7 @@ __global__ void __launch_bounds__(kThreads) choose_few_experts(pmo_topk_params p
 #pragma unroll
   for (int i = 0; i < kKeys; ++i) keys[i] = is_expert(i) ? key_of(values[i] + bias[i]) : 0;
 
-  // A lane's candidates from the highest down, of equal keys the lower expert's first.
+  // Odd-even sort of the lane's candidates in descending order; of equal keys the lower expert first.
   int32_t places[kKeys];
 #pragma unroll
   for (int i = 0; i < kKeys; ++i) places[i] = i * kWarpSize + lane;
@@ -290,7 +293,7 @@ __global__ void __launch_bounds__(kThreads) choose_few_experts(pmo_topk_params p
     const uint32_t highest = max_over_warp(keys[0]);
     bool wins = keys[0] == highest;
     unsigned winners = __ballot_sync(kAllLanes, wins);
-    if ((winners & (winners - 1)) != 0) {  // of equal keys the lower expert's
+    if ((winners & (winners - 1)) != 0) {  // equal keys: the lower expert wins
       const uint32_t lowest = ~max_over_warp(wins ? ~static_cast<uint32_t>(places[0]) : 0u);
       wins = static_cast<uint32_t>(places[0]) == lowest;
       winners = __ballot_sync(kAllLanes, wins);
@@ -342,7 +345,7 @@ __global__ void __launch_bounds__(kThreads) differentiate(pmo_topk_backward_para
     }
     const auto weight = [&](int32_t k) { return of_chosen(chosen_logit(k)); };
 
-    // The gradient of a weight over the divisor, without the part that all slots share.
+    // Gradient of a weight before the division by the divisor, without the part that all slots share.
     float divisor = 1.0f, through_sum = 0.0f;
     const auto d_weight = [&](int32_t k) {
       float gradient = 0.0f;
@@ -354,7 +357,7 @@ __global__ void __launch_bounds__(kThreads) differentiate(pmo_topk_backward_para
     const auto product = [&](int32_t k) { return d_weight(k) * (weight(k) / divisor); };
     if (p.renormalize != 0 && p.d_weights != nullptr) {
       divisor = divisor_of(lane_sum(topk, weight));
-      // Of the quotients, so that a single weight, which is 1, has a gradient of exactly 0.
+      // Computed from the quotients, so that a single weight, which is 1, has a gradient of exactly 0.
       through_sum = lane_sum(topk, product);
     }
 
@@ -364,14 +367,14 @@ __global__ void __launch_bounds__(kThreads) differentiate(pmo_topk_backward_para
       dot = lane_sum(num_experts, [&](int32_t i) { return d_score(i) * scoring(logit(i)); });
     }
     if (pre_act) dot += of_weights;
-    // The gradient of an expert's logit from that of its score among all.
+    // Gradient of an expert's logit from the gradient of its score among all experts.
     const auto through_score = [&](int64_t i, float d) {
       if (use_sigmoid) return d * sigmoid_slope(logit(i));
       return scores_all ? scoring(logit(i)) * (d - dot) : 0.0f;
     };
 #pragma unroll 4
     for (int32_t i = lane; i < num_experts; i += kWarpSize) put<Rows>(p.d_gating, first + i, through_score(i, d_score(i)));
-    __syncwarp();  // the chosen ones are written a second time
+    __syncwarp();  // chosen experts are written a second time
     for (int32_t k = lane; k < topk; k += kWarpSize) {
       const int64_t id = p.ids[first_slot + k];
       if (!is_expert(id)) continue;

@@ -1,15 +1,21 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// unpermute on the GPU: each token is the sum of its rows.
+// unpermute: out[t] = sum over the rows r of token t of weights[r] * rows[r], in float32 with fma, rounded once.
 //
-// A thread owns one access of up to 16 bytes of a token, loads it from a window of rows before the first addition, and adds in the
-// order of the rows, so that a sum has one order for any schedule. Usually a warp takes a part of one token, and the window is
-// about as many rows as a token has on average: a larger one would take registers, and leave room for fewer warps. Where many tokens
-// have few rows each, blocks are (parts of a row, tiles of tokens), and a block lists the rows of its tokens in shared memory, so that
-// loads of several tokens are in flight. Weights, two more loads one after the other, arrive with the rows' data, or in tiles with the
-// rows' numbers. A plain sum multiplies by 1, which rounds like the addition. Bytes moved: (N + T) * H elements, and 4 * T * K of maps
-// and weights each.
+//   rows [N, H]; token_rows [T, max_rows_per_token], the first -1 ends a token; out [T, H]
+//
+// A thread owns one access of up to 16 bytes of a token. It loads that access from a batch of rows before the first addition and
+// adds in the order of the rows, so a sum has one order for any schedule. A plain sum multiplies by 1, which rounds like the
+// addition. Weights, two dependent loads, arrive with the rows' data, or in tiles with the rows' numbers.
+//
+// * sum_window, sum_rows_by_warps: a warp owns a part of one token. The batch has about as many rows as a token has on average: a
+//   larger one takes registers and lowers occupancy.
+// * sum_rows_by_tiles, for many tokens with few rows each: CTAs are (part of a row, tile of tokens). A CTA lists the rows of its
+//   tokens
+//   in shared memory first (tile_list.cuh), so that loads of several tokens are in flight.
+//
+// Memory-bound: (N + T) H elements, and 4 T K bytes of maps and of weights.
 #include <algorithm>
 
 #include "common/checks.h"
@@ -24,17 +30,16 @@ namespace pmo {
 namespace cuda {
 namespace {
 
-constexpr int kMaxWarps = 7;  // of a block that takes parts of tokens
+constexpr int kMaxWarps = 7;  // of a CTA whose warps own parts of tokens
 constexpr int kMinBlocks = 5;
 static_assert(kMinBlocks * kMaxWarps * kWarpSize <= kMultiprocessorThreads, "a multiprocessor holds the blocks");
 constexpr int64_t kMaxGridY = 65535;
 constexpr int kMaxTileThreads = 256;
-constexpr int64_t kFewAccesses = int64_t{1} << 20;  // of all tokens
-constexpr int64_t kFewRows = 4;                     // per token
+constexpr int64_t kMaxAccessesForWarps = int64_t{1} << 20;  // of all tokens
+constexpr int64_t kMinRowsPerTokenForWarps = 4;             // per token
 
-// A block takes a part of the rows of some tokens, whose rows it lists first, so that loads of several tokens are in flight. Registers
-// are bounded so that a multiprocessor holds three of the largest blocks, or four: with weights that is 375 us instead of 388, without
-// 374 instead of 366 (H200, T 153962, H 2048, 1.4 rows per token).
+// CTA (x, y): part x of the rows of tile y of tokens. The launch bounds keep three of the largest CTAs on an SM, or four with
+// weights. H200, T 153962, H 2048, 1.4 rows per token: with weights 375 us with four and 388 with three; without 374 and 366.
 template <typename Rows, int kWidth, bool kWeighted>
 __global__ void __launch_bounds__(kMaxTileThreads, kWeighted ? 4 : 3)
     sum_rows_by_tiles(const __grid_constant__ pmo_unpermute_params p) {
@@ -94,9 +99,9 @@ __global__ void __launch_bounds__(kMaxTileThreads, kWeighted ? 4 : 3)
   }
 }
 
-// Blocks are (parts of a row, some tokens), a warp each, so that nothing is divided before the loads. A row's number fits 32 bits. The
-// bound on registers leaves 56: with the 66 that a window of eight takes otherwise it is 124.9 instead of 122.7 us (H200, T 4096, H 7168,
-// eight rows per token, bfloat16).
+// CTA (x, y, z): part x of the rows of a few tokens, so that no division precedes the loads. A row number fits 32 bits. The
+// launch bounds leave 56 registers. With the 66 that a window of eight takes otherwise: 124.9 instead of 122.7 us (H200, T 4096,
+// H 7168, eight rows per token, bfloat16).
 template <typename Rows, int kWidth, int kWindow>
 __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
     sum_rows_by_warps(const __grid_constant__ pmo_unpermute_params p) {
@@ -112,9 +117,9 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
   Elements<Rows, kWidth> sum;
   sum.fill(-0.0f);
   const auto stride = static_cast<uint64_t>(p.rows_row_stride) * sizeof(Element);
-  int64_t last = -1;  // row that was added
+  int64_t last = -1;  // last row that was added
   for (int64_t segment = 0;;) {
-    // What is no row adds 0 * -1, which is -0 and changes nothing: no branches.
+    // A missing row adds 0 * -1 = -0, which changes nothing: no branches.
     float own_weight = -1.0f;
 #pragma unroll 1
     for (int begin = 0; begin < kWarpSize && listed.used >> begin != 0; begin += kWindow) {
@@ -150,7 +155,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
   sum.store(out, 0);
 }
 
-// 16 bytes, or zeros. Written out, so that all loads of a window stand before what is done with the first.
+// 16 bytes, or zeros. In PTX, so that all loads of a window are issued before the first one is used.
 __device__ Vector<16> load_or_zeros(const void* source, bool is_there) {
   Vector<16> loaded;
   asm volatile(
@@ -168,8 +173,8 @@ __device__ Vector<16> load_or_zeros(const void* source, bool is_there) {
   return loaded;
 }
 
-// The same for tokens with no more entries than the window, and rows less than 4 GB apart: no loops, and few instructions, which come from
-// memory at every launch.
+// The same for tokens with at most kWindow entries and a row stride below 4 GB: no loops and few instructions, since a launch
+// fetches its code from memory.
 template <typename Rows, int kWidth, int kWindow>
 __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
     sum_window(const __grid_constant__ pmo_unpermute_params p, uint32_t entries, uint32_t stride) {
@@ -191,7 +196,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
     const auto of_entry = static_cast<uint32_t>(__shfl_sync(kAllLanes, row, i));
     accesses[i] = load_or_zeros(rows + uint64_t{of_entry} * stride, (here >> i & 1) != 0);
   }
-  // What is no row adds 0 * -1, which is -0 and changes nothing: no branches.
+  // A missing row adds 0 * -1 = -0, which changes nothing: no branches.
   const float own_weight = (used >> lane & 1) != 0 ? weight_of(p, row) : -1.0f;
   Elements<Rows, kWidth> sum;
   sum.fill(-0.0f);
@@ -215,7 +220,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
 template <typename Rows, int kWidth, int kWindow>
 int launch_warps(const pmo_unpermute_params& p, cudaStream_t stream) {
   const int64_t parts = divide_up(p.hidden / kWidth, kWarpSize);
-  int warps = static_cast<int>(std::min<int64_t>(parts, 4));  // or another number, if that leaves no warp without a part
+  int warps = static_cast<int>(std::min<int64_t>(parts, 4));  // or another number that divides the parts
   for (const int other : {5, 7, 6, 3}) {
     if (parts % warps != 0 && parts % other == 0) warps = other;
   }
@@ -237,7 +242,7 @@ int launch_warps(const pmo_unpermute_params& p, cudaStream_t stream) {
 template <typename Rows, int kWidth>
 int launch_sum(const pmo_unpermute_params& p, cudaStream_t stream) {
   const int64_t vectors = p.hidden / kWidth;
-  if (p.num_tokens * vectors <= kFewAccesses || p.num_rows >= kFewRows * p.num_tokens) {
+  if (p.num_tokens * vectors <= kMaxAccessesForWarps || p.num_rows >= kMinRowsPerTokenForWarps * p.num_tokens) {
     if constexpr (kWidth * sizeof(typename Rows::Element) == 16) {
       const int64_t rows = std::min(divide_up(p.num_rows, p.num_tokens), p.max_rows_per_token);
       if (rows > 6) return launch_warps<Rows, kWidth, 8>(p, stream);

@@ -1,18 +1,25 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The gradient of unpermute on the GPU: d_rows, d_weights, or both in one pass.
+// Gradient of unpermute: d_rows[r] = w_r * d_out[t] and d_weights[index(r)] = dot(d_out[t], rows[r]), either or both in one pass.
 //
-// Without d_weights a warp takes 32 accesses of up to 16 bytes of one token and writes them, weighted, to each of its rows
-// (scatter_rows). With d_weights a block takes a row and its token's row of d_out, which the L2 holds for the token's other rows
-// (row_backward), and writes the weighted gradient along with the dot product. Many tokens with few rows each get a warp per token
-// instead (token_backward): a block for each entry of the map would mostly find none. Either loads a row's weight, two loads one after
-// the other, when the row's data are on their way. The rows without a token, whose gradient is zero, have blocks of their own, the first
-// of the grid. Bytes moved: d_rows (T + N) * H elements, d_weights N * H more (or (T + N) * H alone).
+// * scatter_rows, without d_weights: a warp loads 32 accesses of up to 16 bytes of one token of d_out and writes them, weighted,
+//   to each
+//   of its rows.
+// * row_backward, with d_weights: a CTA per entry of the map. It reads a row and its token's row of d_out, which the L2 holds for
+//   the
+//   token's other rows, and writes the weighted gradient along with the dot product.
+// * token_backward, with d_weights, for many tokens with few rows each: a warp per token, since CTAs per entry would mostly find
+//   none.
 //
-// A dot product is summed over 256 lanes for any number of threads: access a of a row belongs to lane a % 256, a lane adds its
-// products in order, and the lanes are added up by halves, lane l + 128 to lane l and so on. A thread with several lanes has a sum for
-// each, so the bits are those of 256 threads.
+// The loads of a row's weight, two dependent ones, overlap the loads of the row's data. The first CTAs of the grid zero the rows
+// without a token.
+//
+// Dot products have 256 lanes for any number of threads: access a of a row belongs to lane a % 256, a lane adds its products in
+// order, and lanes are summed by halves, lane l + 128 onto lane l and so on. A thread with several lanes has a sum for each, so
+// the bits are those of 256 threads.
+//
+// Memory-bound: d_rows (T + N) H elements, d_weights N H more (or (T + N) H alone).
 #include <algorithm>
 
 #include "common/checks.h"
@@ -30,25 +37,25 @@ namespace {
 constexpr int kScatterThreads = 256;
 constexpr int kWarpThreads = 64;
 constexpr int kDotLanes = 256;
-constexpr int kHeld = kDotLanes / kWarpSize;  // lanes of the dot product that a lane of a warp has
-constexpr int64_t kFewRows = 4;               // per token
-constexpr int64_t kManyTokens = 4096;         // from here on they may have a warp each
-constexpr int64_t kSomeRows = 512;            // from here on a row has 128 threads, not 256
-constexpr int64_t kManyRows = 16384;          // from here on 64
-constexpr int64_t kManyDots = 2048;           // or from here on without d_rows
+constexpr int kLanesPerThread = kDotLanes / kWarpSize;  // dot-product lanes per lane of a warp
+constexpr int64_t kMaxRowsPerTokenForWarps = 4;         // rows per token; below it a token may have a warp
+constexpr int64_t kMinTokensForWarps = 4096;            // tokens; from here on a token may have a warp
+constexpr int64_t kMinRowsFor128Threads = 512;          // rows; from here on a row has 128 threads, not 256
+constexpr int64_t kMinRowsFor64Threads = 16384;         // rows; from here on 64
+constexpr int64_t kMinDotsFor64Threads = 2048;          // the same without d_rows
 
-// The weight of a row and its index (-1: there is none, the weight is 0).
+// Weight of a row and its index in weights; -1: none, the weight is 0.
 struct RowWeight {
   float weight = 0.0f;
   int32_t place = -1;
 
-  // Two loads, one after the other.
+  // Two dependent loads.
   __device__ void load(const pmo_unpermute_backward_params& p, int64_t row) {
     place = static_cast<int32_t>(weight_place(p, row));
     if (place >= 0 && p.d_rows != nullptr) weight = __ldg(p.weights + place);
   }
 
-  // That of the lane's row.
+  // The same for the lane's row.
   __device__ void load(const pmo_unpermute_backward_params& p, const WarpRows& listed, bool copy) {
     if (!copy && listed.is_used()) load(p, listed.row);
   }
@@ -58,12 +65,12 @@ __device__ bool copies(const pmo_unpermute_backward_params& p, int64_t token, co
   return p.weights == nullptr || (p.copy_single_row != 0 && has_one_row(p, token, first));
 }
 
-// Whether d_weights is by row; what belongs to rows without a token is then zeroed with them.
+// True if d_weights is indexed by row; elements of rows without a token are then zeroed with the rows.
 __host__ __device__ bool has_weights_by_row(const pmo_unpermute_backward_params& p) {
   return p.d_weights != nullptr && p.weight_index == nullptr;
 }
 
-// The rows of d_rows that no token has, by the first `blocks` of the grid.
+// Zeroes the rows without a token, by the first `blocks` CTAs of the grid.
 template <typename Rows, int kWidth>
 __device__ void zero_padding_rows(const pmo_unpermute_backward_params& p, unsigned blocks) {
   const bool by_row = has_weights_by_row(p);
@@ -75,8 +82,8 @@ __device__ void zero_padding_rows(const pmo_unpermute_backward_params& p, unsign
   });
 }
 
-// A lane has kHere accesses of its token.
-template <typename Rows, int kWidth, int kHere>
+// A lane moves kAccesses accesses of its token.
+template <typename Rows, int kWidth, int kAccesses>
 __global__ void __launch_bounds__(kScatterThreads)
     scatter_rows(const __grid_constant__ pmo_unpermute_backward_params p, unsigned padding, int parts) {
   using Element = typename Rows::Element;
@@ -86,11 +93,11 @@ __global__ void __launch_bounds__(kScatterThreads)
   const WarpShare share(parts, padding);
   const int64_t token = share.item;
   if (token >= p.num_tokens) return;
-  const int64_t vector = int64_t{share.part} * kHere * kWarpSize + threadIdx.x % kWarpSize;
+  const int64_t vector = int64_t{share.part} * kAccesses * kWarpSize + threadIdx.x % kWarpSize;
   const auto* d_out = reinterpret_cast<const Access*>(static_cast<const Element*>(p.d_out) + token * p.d_out_row_stride);
-  Access given[kHere];
+  Access given[kAccesses];
 #pragma unroll
-  for (int i = 0; i < kHere; ++i) {
+  for (int i = 0; i < kAccesses; ++i) {
     if (vector + i * kWarpSize < vectors) given[i] = d_out[vector + i * kWarpSize];
   }
   WarpRows listed(p, token, 0);
@@ -99,11 +106,11 @@ __global__ void __launch_bounds__(kScatterThreads)
     RowWeight own;
     own.load(p, listed, copy);
     for (unsigned left = listed.used; left != 0;) {
-      const int lane = WarpRows::take(&left);
+      const int lane = WarpRows::pop_lane(&left);
       Element* d_row = static_cast<Element*>(p.d_rows) + __shfl_sync(kAllLanes, listed.row, lane) * p.hidden;
       const float weight = __shfl_sync(kAllLanes, own.weight, lane);
 #pragma unroll
-      for (int i = 0; i < kHere; ++i) {
+      for (int i = 0; i < kAccesses; ++i) {
         const int64_t here = vector + i * kWarpSize;
         if (here >= vectors) break;
         if (copy) {
@@ -121,7 +128,7 @@ __global__ void __launch_bounds__(kScatterThreads)
   }
 }
 
-// One access of a row: its part of d_rows, and of the dot product, which is added to `dot`.
+// One access of a row: stores its part of d_rows, returns `dot` plus its part of the dot product.
 template <typename Rows, int kWidth, typename Access>
 __device__ float access_backward(const Access& given, const Access& of_row, float weight, bool copy, Access* target, float dot) {
   if (copy) {
@@ -145,7 +152,7 @@ __device__ float sum_by_halves(float (&values)[kCount]) {
   return values[0];
 }
 
-// The row that a token's entry names, or -1; all lanes of a warp take part.
+// Row of a token's entry, or -1; by all lanes of a warp.
 __device__ int32_t row_of_entry(const pmo_unpermute_backward_params& p, int64_t token, int entry) {
   int begin = 0;
   for (; begin + kWarpSize <= entry; begin += kWarpSize) {
@@ -156,7 +163,7 @@ __device__ int32_t row_of_entry(const pmo_unpermute_backward_params& p, int64_t 
   return (listed.used >> (entry - begin) & 1) != 0 ? row : -1;
 }
 
-// Zeros the gradients of a token's weights that belong to no row of it; for a warp.
+// Zeroes the gradients of a token's weights that belong to none of its rows; by a warp.
 __device__ void zero_slots_without_row(const pmo_unpermute_backward_params& p, int64_t token, unsigned slots) {
   const WarpRows listed(p, token, 0);
   const int64_t first = token * slots;
@@ -166,11 +173,11 @@ __device__ void zero_slots_without_row(const pmo_unpermute_backward_params& p, i
   if (lane < slots && (taken >> lane & 1) == 0) p.d_weights[first + lane] = 0.0f;
 }
 
-// Both gradients, a block per row: it reads d_out's row again for each of the token's rows, from the L2. A thread has kSums of the dot
-// product's lanes; with one, there are 256 threads or as many as the row has accesses. It loads kAtOnce accesses of d_out and of the row
-// at a time: with many rows, blocks that need fewer registers are faster. `slots` is the number of a token's weights if the block of its
-// first entry zeros those without a row, else 0. The first `padding` blocks have the rows without a token.
-template <typename Rows, int kWidth, int kSums, int kAtOnce>
+// Both gradients, a CTA per entry of the map. A thread has kSums of the dot product's lanes; with one, a CTA has 256 threads or
+// as many as the row has accesses. A thread loads kBatch accesses of d_out and of the row at a time: with many rows, fewer
+// registers and higher occupancy are faster. `slots` is the number of a token's weights if the CTA of its first entry zeroes
+// those without a row, else 0. The first `padding` CTAs zero the rows without a token.
+template <typename Rows, int kWidth, int kSums, int kBatch>
 __global__ void __launch_bounds__(kDotLanes / kSums)
     row_backward(const __grid_constant__ pmo_unpermute_backward_params p, unsigned padding, unsigned entries, unsigned slots) {
   using Element = typename Rows::Element;
@@ -183,7 +190,7 @@ __global__ void __launch_bounds__(kDotLanes / kSums)
   const int32_t row = token < p.num_tokens ? row_of_entry(p, token, entry) : -1;
   if (row >= 0) {
     const bool copy = copies(p, token, WarpRows(p, token, 0));
-    RowWeight own;  // loaded after the data have been asked for
+    RowWeight own;  // loaded after the loads of the data are issued
     const int64_t vectors = p.hidden / kWidth, step = blockDim.x;
     const auto* d_out = reinterpret_cast<const Access*>(static_cast<const Element*>(p.d_out) + token * p.d_out_row_stride);
     const auto* source = reinterpret_cast<const Access*>(static_cast<const Element*>(p.rows) + row * p.rows_row_stride);
@@ -192,18 +199,18 @@ __global__ void __launch_bounds__(kDotLanes / kSums)
 #pragma unroll 1
     for (int64_t base = threadIdx.x; base < vectors; base += kUnrolled * step) {
 #pragma unroll
-      for (int part = 0; part < kUnrolled; part += kAtOnce) {
+      for (int part = 0; part < kUnrolled; part += kBatch) {
         const int64_t first = base + part * step;
-        Access given[kAtOnce], accesses[kAtOnce];
+        Access given[kBatch], accesses[kBatch];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
+        for (int i = 0; i < kBatch; ++i) {
           if (first + i * step >= vectors) break;
           given[i] = d_out[first + i * step];
           if (!copy) accesses[i] = source[first + i * step];
         }
         if (part == 0 && base == threadIdx.x && !copy) own.load(p, row);
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
+        for (int i = 0; i < kBatch; ++i) {
           const int64_t vector = first + i * step;
           if (vector >= vectors) break;
           float& sum = sums[(part + i) % kSums];
@@ -225,9 +232,9 @@ __global__ void __launch_bounds__(kDotLanes / kSums)
   if (slots != 0 && entry == 0 && token < p.num_tokens && threadIdx.x < kWarpSize) zero_slots_without_row(p, token, slots);
 }
 
-// Both gradients, a warp per token, which goes through the token's rows. A lane has eight of the dot product's lanes, and loads kAtOnce
-// of their accesses together; if that is all of them, and all there is of d_out, it holds d_out from row to row.
-template <typename Rows, int kWidth, int kAtOnce>
+// Both gradients, a warp per token, row by row. A lane has eight of the dot product's lanes and loads kBatch of their accesses
+// together. If these are all accesses of d_out, they stay in registers from row to row.
+template <typename Rows, int kWidth, int kBatch>
 __global__ void __launch_bounds__(kWarpThreads)
     token_backward(const __grid_constant__ pmo_unpermute_backward_params p, unsigned padding) {
   using Element = typename Rows::Element;
@@ -240,31 +247,31 @@ __global__ void __launch_bounds__(kWarpThreads)
     const auto* d_out = reinterpret_cast<const Access*>(static_cast<const Element*>(p.d_out) + token * p.d_out_row_stride);
     WarpRows listed(p, token, 0);
     const bool copy = copies(p, token, listed);
-    Access given[kAtOnce];
+    Access given[kBatch];
     int64_t held_from = -1;
     for (int64_t segment = 0;;) {
-      RowWeight own;  // loaded after the first row's data have been asked for
+      RowWeight own;  // loaded after the loads of the first row's data are issued
       bool is_loaded = false;
 #pragma unroll 1
       for (unsigned left = listed.used; left != 0;) {
-        const int holder = WarpRows::take(&left);
+        const int holder = WarpRows::pop_lane(&left);
         const int64_t row = __shfl_sync(kAllLanes, listed.row, holder);
         const auto* source = reinterpret_cast<const Access*>(static_cast<const Element*>(p.rows) + row * p.rows_row_stride);
         auto* target = reinterpret_cast<Access*>(static_cast<Element*>(p.d_rows) + row * p.hidden);
-        float sums[kHeld] = {};
+        float sums[kLanesPerThread] = {};
 #pragma unroll 1
         for (int64_t base = 0; base < vectors; base += kDotLanes) {
 #pragma unroll
-          for (int part = 0; part < kHeld; part += kAtOnce) {
+          for (int part = 0; part < kLanesPerThread; part += kBatch) {
             const int64_t first = base + part * kWarpSize + lane;
-            Access accesses[kAtOnce];
+            Access accesses[kBatch];
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
+            for (int i = 0; i < kBatch; ++i) {
               if (!copy && first + i * kWarpSize < vectors) accesses[i] = source[first + i * kWarpSize];
             }
-            if (kAtOnce < kHeld || base != held_from) {
+            if (kBatch < kLanesPerThread || base != held_from) {
 #pragma unroll
-              for (int i = 0; i < kAtOnce; ++i) {
+              for (int i = 0; i < kBatch; ++i) {
                 if (first + i * kWarpSize < vectors) given[i] = d_out[first + i * kWarpSize];
               }
               held_from = base;
@@ -273,7 +280,7 @@ __global__ void __launch_bounds__(kWarpThreads)
             is_loaded = true;
             const float weight = __shfl_sync(kAllLanes, own.weight, holder);
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
+            for (int i = 0; i < kBatch; ++i) {
               if (first + i * kWarpSize >= vectors) break;
               Access* const at = p.d_rows == nullptr ? nullptr : target + first + i * kWarpSize;
               sums[part + i] = access_backward<Rows, kWidth>(given[i], accesses[i], weight, copy, at, sums[part + i]);
@@ -292,7 +299,7 @@ __global__ void __launch_bounds__(kWarpThreads)
 
 Grid grid_of(int64_t blocks, int64_t threads) { return {grid_for(blocks, 1, kMaxBlocksOfGrid), static_cast<unsigned>(threads)}; }
 
-// The gradient of some tokens.
+// Params of tokens [first, first + count).
 pmo_unpermute_backward_params of_tokens(const pmo_unpermute_backward_params& p, int64_t first, int64_t count) {
   pmo_unpermute_backward_params some = p;
   some.d_out = static_cast<const char*>(p.d_out) + first * p.d_out_row_stride * dtype_size(p.dtype);
@@ -302,14 +309,14 @@ pmo_unpermute_backward_params of_tokens(const pmo_unpermute_backward_params& p, 
 }
 
 bool has_many_tokens(const pmo_unpermute_backward_params& p) {
-  return p.num_tokens >= kManyTokens && p.num_rows < kFewRows * p.num_tokens;
+  return p.num_tokens >= kMinTokensForWarps && p.num_rows < kMaxRowsPerTokenForWarps * p.num_tokens;
 }
 
 bool has_blocks_for_rows(const pmo_unpermute_backward_params& p) {
   return !has_many_tokens(p) && p.num_tokens * p.max_rows_per_token <= kMaxBlocksOfGrid - kMaxPaddingBlocks;
 }
 
-// The number of a token's weights if row_backward zeros the gradients of those without a row, else 0.
+// Number of a token's weights if row_backward zeroes the gradients of those without a row, else 0.
 unsigned slots_to_zero(const pmo_unpermute_backward_params& p) {
   if (p.d_weights == nullptr || p.weight_index == nullptr || p.num_tokens == 0 || !has_blocks_for_rows(p)) return 0;
   const int64_t slots = p.num_weights / p.num_tokens, entries = p.max_rows_per_token;
@@ -317,20 +324,20 @@ unsigned slots_to_zero(const pmo_unpermute_backward_params& p) {
   return fits ? static_cast<unsigned>(slots) : 0;
 }
 
-// Whether the kernels write all of d_weights: for few tokens a launch that zeros it first takes a tenth of the time.
+// True if the kernels write all of d_weights. Otherwise a memset precedes them; for few tokens it takes a tenth of the time.
 bool kernels_write_all_weights(const pmo_unpermute_backward_params& p) {
   const bool by_row = has_weights_by_row(p) && p.num_tokens > 0 && p.num_weights <= p.num_rows && p.copy_single_row == 0;
   return by_row || slots_to_zero(p) != 0;
 }
 
-// A row has up to kDotLanes / kSums threads.
-template <typename Rows, int kWidth, int kSums, int kAtOnce>
+// Launches row_backward with up to kDotLanes / kSums threads per row.
+template <typename Rows, int kWidth, int kSums, int kBatch>
 int launch_rows(const pmo_unpermute_backward_params& p, bool has_padding, cudaStream_t stream) {
-  const unsigned entries = static_cast<unsigned>(std::max<int64_t>(p.max_rows_per_token, 1));  // 0: only padding is left
+  const unsigned entries = static_cast<unsigned>(std::max<int64_t>(p.max_rows_per_token, 1));  // 0: only padding
   const int64_t threads = std::min<int64_t>(round_up(p.hidden / kWidth, kWarpSize), kDotLanes / kSums);
   const unsigned padding = has_padding ? padding_blocks(p.num_rows, threads) : 0;
   const Grid grid = grid_of(padding + p.num_tokens * p.max_rows_per_token, threads);
-  return launch("row_backward", row_backward<Rows, kWidth, kSums, kAtOnce>, grid, stream, p, padding, entries, slots_to_zero(p));
+  return launch("row_backward", row_backward<Rows, kWidth, kSums, kBatch>, grid, stream, p, padding, entries, slots_to_zero(p));
 }
 
 template <typename Rows, int kWidth>
@@ -343,7 +350,7 @@ int launch_gradients(const pmo_unpermute_backward_params& p, cudaStream_t stream
   const bool many_tokens = has_many_tokens(p);
   if (p.d_weights == nullptr) {
     constexpr int64_t kWarps = kScatterThreads / kWarpSize;
-    // With few rows per token a warp mostly waits for their numbers and weights: it then has more to write.
+    // With few rows per token a warp mostly waits for row numbers and weights, so it moves more of the row.
     const auto kernel = many_tokens ? scatter_rows<Rows, kWidth, 2> : scatter_rows<Rows, kWidth, 1>;
     const int64_t parts = divide_up(vectors, many_tokens ? 2 * kWarpSize : kWarpSize);
     const unsigned padding = padding_of(kScatterThreads);
@@ -357,12 +364,13 @@ int launch_gradients(const pmo_unpermute_backward_params& p, cudaStream_t stream
   if (!has_blocks_for_rows(p)) {
     const unsigned padding = padding_of(kWarpThreads);
     const Grid grid = grid_of(padding + divide_up(p.num_tokens * kWarpSize, kWarpThreads), kWarpThreads);
-    const auto kernel = p.d_rows == nullptr ? token_backward<Rows, kWidth, kHeld / 2> : token_backward<Rows, kWidth, kHeld>;
+    const auto kernel =
+        p.d_rows == nullptr ? token_backward<Rows, kWidth, kLanesPerThread / 2> : token_backward<Rows, kWidth, kLanesPerThread>;
     return launch("token_backward", kernel, grid, stream, p, padding);
   }
-  if (p.d_rows == nullptr && row_blocks >= kManyDots) return launch_rows<Rows, kWidth, 4, 4>(p, has_padding, stream);
-  if (row_blocks >= kManyRows) return launch_rows<Rows, kWidth, 4, 2>(p, has_padding, stream);
-  if (row_blocks >= kSomeRows) return launch_rows<Rows, kWidth, 2, 4>(p, has_padding, stream);
+  if (p.d_rows == nullptr && row_blocks >= kMinDotsFor64Threads) return launch_rows<Rows, kWidth, 4, 4>(p, has_padding, stream);
+  if (row_blocks >= kMinRowsFor64Threads) return launch_rows<Rows, kWidth, 4, 2>(p, has_padding, stream);
+  if (row_blocks >= kMinRowsFor128Threads) return launch_rows<Rows, kWidth, 2, 4>(p, has_padding, stream);
   return launch_rows<Rows, kWidth, 1, 4>(p, has_padding, stream);
 }
 

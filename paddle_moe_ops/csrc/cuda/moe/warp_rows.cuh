@@ -1,9 +1,9 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The rows of a token over the lanes of a warp: what unpermute and its gradient have in common.
+// Rows of a token, spread over the lanes of a warp; shared by unpermute, its gradient and comm/exchange.cu.
 //
-// A warp needs one load for all rows, no shared memory and no barrier; weights arrive while the rows' data are on their way.
+// A warp needs one load for up to 32 rows, no shared memory and no barrier. Weights arrive while the rows' data are in flight.
 #pragma once
 
 #include <cstdint>
@@ -13,14 +13,14 @@
 namespace pmo {
 namespace cuda {
 
-// Position of a row's weight, or -1.
+// Index of a row's weight, or -1.
 template <typename Params>
 __device__ int64_t weight_place(const Params& p, int64_t row) {
   const int64_t place = p.weight_index == nullptr ? row : __ldg(p.weight_index + row);
   return place >= 0 && place < p.num_weights ? place : -1;
 }
 
-// What unpermute multiplies a row by.
+// Factor of a row in unpermute: its weight, 1 without weights, 0 without an index.
 template <typename Params>
 __device__ float weight_of(const Params& p, int64_t row) {
   if (p.weights == nullptr) return 1.0f;
@@ -31,8 +31,8 @@ __device__ float weight_of(const Params& p, int64_t row) {
 // 32 entries of a token, one per lane. The first -1 ends the token; other entries outside [0, N) are skipped.
 struct WarpRows {
   int32_t row;    // of the lane's entry
-  unsigned used;  // lanes whose entry counts
-  bool ended;     // nothing follows this segment
+  unsigned used;  // lanes whose entry is a row
+  bool ended;     // no entries after this segment
 
   template <typename Params>
   __device__ WarpRows(const Params& p, int64_t token, int64_t begin) {
@@ -45,15 +45,15 @@ struct WarpRows {
 
   __device__ bool is_used() const { return (used >> threadIdx.x % kWarpSize & 1) != 0; }
 
-  // The next lane of `left`, which loses it; -1 if there is none.
-  static __device__ int take(unsigned* left) {
+  // Removes the lowest lane from `left` and returns it; -1 if there is none.
+  static __device__ int pop_lane(unsigned* left) {
     const int lane = __ffs(*left) - 1;
     *left &= *left - 1;
     return lane;
   }
 };
 
-// Whether a token whose first segment is given has exactly one row.
+// True if a token has exactly one row; `first` is its first segment.
 template <typename Params>
 __device__ bool has_one_row(const Params& p, int64_t token, const WarpRows& first) {
   int count = __popc(first.used);
