@@ -1,14 +1,20 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Expert parallelism between GPUs that reach each other's memory; the layout of regions is in pmo/ranks.h.
+// Plan, records, values and barrier of expert parallelism between GPUs that map each other's memory; pmo/ranks.h defines the
+// regions.
 //
-// plan: a lane for each slot, up to 32 lanes for each token. A first launch counts the tokens of a block for each rank; the second one adds
-// up what the blocks before have, ranks its own tokens by ballots, writes maps here and records at the other ranks, and counts the tokens
-// of each expert by atomic additions, in shared memory first. Bytes moved: ids are read twice (P times as often with more than 32 slots),
-// maps written once, and 8 * K bytes to another GPU for each of the token's rows.
-// barrier: one block, a thread for each rank, which writes this rank's call and counter there, waits for those of the other rank, and
-// compares the calls.
+// * plan: a lane per slot, up to 32 lanes per token, two launches. count_tokens counts the tokens of a CTA for each rank.
+//   place_tokens sums the
+//   counts of earlier CTAs, ranks its own tokens by ballots, writes maps to local memory and records to the other ranks, and
+//     counts the tokens
+//   of each expert by atomic additions, in shared memory first. Bytes moved: ids are read twice (P times as often with more than
+//     32 slots),
+//   maps written once, and 8 K bytes to another GPU for each of the token's rows.
+// * records, put, take, get, rows: a thread per element; memory-bound.
+// * barrier: one CTA, a thread per rank, which stores this rank's call and counter there (st.release.sys), waits for those of the
+//   other rank
+//   (ld.acquire.sys) and compares the calls.
 #include "pmo/ranks.h"
 
 #include <algorithm>
@@ -16,6 +22,7 @@
 
 #include "common/checks.h"
 #include "common/regions.h"
+#include "cuda/ptx/memory_order.cuh"
 #include "cuda/vectors.cuh"
 #include "cuda/warp.cuh"
 
@@ -26,14 +33,14 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kPlanThreads = 256;
 constexpr int kPlanWarps = kPlanThreads / kWarpSize;
-constexpr int kRanksAtOnce = kPlanWarps;  // a warp adds up what the blocks before have for one of them
-constexpr int64_t kMostCounted = 4096;    // experts whose tokens a block counts in shared memory
+constexpr int kRanksAtOnce = kPlanWarps;      // ranks per pass: each warp sums the counts of earlier CTAs for one rank
+constexpr int64_t kMaxCountedExperts = 4096;  // experts; up to here a CTA counts their tokens in shared memory
 
-// A token has as many lanes of a warp as it has slots, rounded up to a power of two, but at most 32.
+// Grid of the plan. A token has as many lanes of a warp as slots, rounded up to a power of two, at most 32.
 struct PlanBlocks {
   int lanes;
-  int64_t tokens, blocks;  // tokens of a block
-  int32_t* counts;         // [P, blocks] tokens of the block that go to the rank
+  int64_t tokens, blocks;  // tokens per CTA
+  int32_t* counts;         // [P, CTAs] tokens of the CTA that go to the rank
 
   explicit PlanBlocks(const pmo_rank_plan_params& p) : lanes(1) {
     while (lanes < p.topk && lanes < kWarpSize) lanes *= 2;
@@ -44,7 +51,7 @@ struct PlanBlocks {
   int64_t bytes(const pmo_rank_plan_params& p) const { return blocks * p.num_ranks * static_cast<int64_t>(sizeof(int32_t)); }
 };
 
-// One lane of a token, which has the token's slots from number `slot` on, every `lanes`th.
+// A lane of a token, with slots slot, slot + lanes, ...
 class TokenLane {
  public:
   __device__ TokenLane(const pmo_rank_plan_params& p, const PlanBlocks& plan)
@@ -59,7 +66,7 @@ class TokenLane {
 
   __device__ bool is_first() const { return slot == 0; }
 
-  // The tokens of this warp that go to a rank, as bits of their first lanes. All lanes of the warp call it.
+  // Tokens of this warp that go to a rank, as a mask of their first lanes. Called by all lanes of the warp.
   __device__ unsigned going(int64_t rank) const {
     bool has = rank_ == rank;
     each_more([&](int64_t k) { has |= rank_of_slot(p_, token * p_.topk + k) == rank; });
@@ -69,18 +76,19 @@ class TokenLane {
   __device__ bool is_among(unsigned tokens) const { return (tokens >> begin_ & 1) != 0; }
   __device__ int before(unsigned tokens) const { return __popc(tokens & ((1u << begin_) - 1)); }
 
-  // The expert of the lane's first slot, counted once for a token; -1 if it is none. All lanes of the warp call it.
+  // Expert of the lane's first slot, or -1 if it is none or an earlier slot of the token names it. Called by all lanes of the
+  // warp.
   __device__ int64_t first_expert() const {
     const bool is_slot = token < p_.num_tokens && slot < p_.topk;
     const int64_t id = is_slot ? id_at(p_.ids, p_.ids_kind, token * p_.topk + slot) : -1;
     const int64_t expert = id >= 0 && id < p_.num_ranks * p_.experts_per_rank ? id : -1;
-    // Experts fit 32 bits. The same expert in another token is another number.
+    // Experts fit 32 bits; the upper word tells tokens apart.
     const auto number = static_cast<unsigned long long>(begin_) << 32 | static_cast<uint32_t>(expert);
     const unsigned same = __match_any_sync(kAllLanes, number);
     return __ffs(static_cast<int>(same)) - 1 == static_cast<int>(threadIdx.x) % kWarpSize ? expert : -1;
   }
 
-  // Calls back with the lane's slots, all or all but the first.
+  // Calls visit(slot) for the lane's slots: all, or all but the first.
   template <class Visit>
   __device__ void each(const Visit& visit) const {
     if (token < p_.num_tokens && slot < p_.topk) visit(slot);
@@ -126,22 +134,22 @@ __global__ void __launch_bounds__(kPlanThreads) count_tokens(const __grid_consta
 
 __global__ void __launch_bounds__(kPlanThreads) place_tokens(const __grid_constant__ pmo_rank_plan_params p, PlanBlocks plan) {
   __shared__ int32_t before_block[kRanksAtOnce], of_warps[kRanksAtOnce][kPlanWarps];
-  extern __shared__ int32_t of_experts[];  // this block's tokens of each expert, with up to kMostCounted experts
-  const int64_t columns = most_rows(p.num_ranks, p.topk), experts = p.num_ranks * p.experts_per_rank;
+  extern __shared__ int32_t of_experts[];  // this CTA's tokens of each expert
+  const int64_t columns = max_rows_per_token(p.num_ranks, p.topk), experts = p.num_ranks * p.experts_per_rank;
   const int warp = threadIdx.x / kWarpSize;
-  const bool counts_here = experts <= kMostCounted;
+  const bool counts_here = experts <= kMaxCountedExperts;
   if (counts_here) {
     for (int64_t expert = threadIdx.x; expert < experts; expert += kPlanThreads) of_experts[expert] = 0;
     __syncthreads();
   }
   const TokenLane lane(p, plan);
-  const auto count_expert = [&](int64_t expert) {  // integers: any order
+  const auto count_expert = [&](int64_t expert) {  // integer sums do not depend on the order
     if (expert >= 0) atomicAdd((counts_here ? of_experts : p.routed) + expert, 1);
   };
   count_expert(lane.first_expert());
   lane.each_more([&](int64_t k) { count_expert(first_choice(p, lane.token, k)); });
   int32_t* const rows = p.token_rows + lane.token * columns;
-  int64_t made = 0;
+  int64_t rows_written = 0;
   for (int64_t begin = 0; begin < p.num_ranks; begin += kRanksAtOnce) {
     unsigned going[kRanksAtOnce];
 #pragma unroll
@@ -170,7 +178,7 @@ __global__ void __launch_bounds__(kPlanThreads) place_tokens(const __grid_consta
         if (place < p.capacity) {
           const int64_t row = rank * p.rows_per_rank + place;
           if (lane.is_first()) {
-            rows[made++] = static_cast<int32_t>(row);
+            rows[rows_written++] = static_cast<int32_t>(row);
             if (p.row_to_token != nullptr) p.row_to_token[row] = static_cast<int32_t>(lane.token);
           }
           lane.each([&](int64_t k) { record_slot(p, lane.token, k, rank, place); });
@@ -190,11 +198,11 @@ __global__ void __launch_bounds__(kPlanThreads) place_tokens(const __grid_consta
     if (of_experts[expert] > 0) atomicAdd(p.routed + expert, of_experts[expert]);
   }
   if (lane.token < p.num_tokens && lane.is_first()) {
-    for (; made < columns; ++made) rows[made] = -1;
+    for (; rows_written < columns; ++rows_written) rows[rows_written] = -1;
   }
 }
 
-// No token goes anywhere.
+// Plan without tokens or slots.
 __global__ void clear_counts(const __grid_constant__ pmo_rank_plan_params p) {
   if (threadIdx.x == 0) *p.dropped = 0;
   for (int64_t expert = threadIdx.x; expert < p.num_ranks * p.experts_per_rank; expert += kPlanThreads) p.routed[expert] = 0;
@@ -215,7 +223,7 @@ int plan(const pmo_rank_plan_params& p, cudaStream_t stream) {
   Grid grid = {static_cast<unsigned>(blocks.blocks), kPlanThreads};
   if (const int status = launch("count_tokens", count_tokens, grid, stream, p, blocks)) return status;
   const int64_t experts = p.num_ranks * p.experts_per_rank;
-  if (experts <= kMostCounted) grid.shared_bytes = experts * sizeof(int32_t);
+  if (experts <= kMaxCountedExperts) grid.shared_bytes = experts * sizeof(int32_t);
   return launch("place_tokens", place_tokens, grid, stream, p, blocks);
 }
 
@@ -244,7 +252,7 @@ __global__ void put_values(const __grid_constant__ pmo_rank_values_params p) {
   }
 }
 
-// By a kernel: the driver's copy of two dimensions to another GPU took 14 us.
+// A kernel, since cudaMemcpy2DAsync to another GPU took 14 us.
 int put(const pmo_rank_values_params& p, cudaStream_t stream) {
   if (const int status = check_rank_put(p)) return status;
   const int64_t bytes = p.rows_per_rank * p.topk * kValueBytes;
@@ -291,23 +299,7 @@ int rows(const pmo_rank_rows_params& p, cudaStream_t stream) {
   return launch("place_rows", place_rows, {grid_for(p.num_rows, kThreads), kThreads}, stream, p);
 }
 
-__device__ uint32_t load_acquire(const uint32_t* address) {
-  uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
-__device__ void store_release(uint32_t* address, uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
-__device__ uint64_t nanoseconds() {
-  uint64_t now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return now;
-}
-
-// Marks the state, and reports the calls of all ranks unless others were reported before. All threads call it, one for each rank.
+// Marks the state and reports the calls of all ranks, unless an earlier report exists. Called by all threads, one per rank.
 __device__ void mark(const pmo_rank_barrier_params& p, const int32_t* calls, int32_t reason) {
   const bool is_first = *static_cast<volatile int32_t*>(p.report) == 0;
   __syncthreads();
@@ -324,7 +316,7 @@ __device__ void mark(const pmo_rank_barrier_params& p, const int32_t* calls, int
   if (is_first) *static_cast<volatile int32_t*>(p.report) = reason;
 }
 
-// The call of this rank, which the host gave.
+// The call of this rank, passed by value.
 struct Call {
   int32_t words[PMO_CALL_WORDS];
 };
@@ -336,15 +328,15 @@ __global__ void wait_for_ranks(const __grid_constant__ pmo_rank_barrier_params p
     return;
   }
   const int64_t region = int64_t{threadIdx.x} * p.region_bytes;
-  const uint32_t turn = static_cast<uint32_t>(p.state[0]) + 1;
+  const uint32_t round = static_cast<uint32_t>(p.state[0]) + 1;
 #pragma unroll
-  for (int i = 0; i < PMO_CALL_WORDS; ++i) *call_word(p.peers, p.region_bytes, rank, turn, i) = own.words[i];
-  __threadfence_system();  // what this kernel and those before it wrote
-  store_release(reinterpret_cast<uint32_t*>(static_cast<char*>(p.peers) + region), turn);
+  for (int i = 0; i < PMO_CALL_WORDS; ++i) *call_word(p.peers, p.region_bytes, rank, round, i) = own.words[i];
+  __threadfence_system();  // orders writes of this kernel and of earlier ones
+  st_release_sys(reinterpret_cast<uint32_t*>(static_cast<char*>(p.peers) + region), round);
   const auto* arrived = reinterpret_cast<const uint32_t*>(static_cast<const char*>(p.arrived) + region);
-  const uint64_t begin = nanoseconds(), most = static_cast<uint64_t>(p.timeout_ms) * 1000000;
-  while (static_cast<int32_t>(load_acquire(arrived) - turn) < 0) {
-    if (nanoseconds() - begin > most) {
+  const uint64_t begin = globaltimer(), most = static_cast<uint64_t>(p.timeout_ms) * 1000000;
+  while (static_cast<int32_t>(ld_acquire_sys(arrived) - round) < 0) {
+    if (globaltimer() - begin > most) {
       printf("paddle_moe_ops: ExpertParallel: rank %d of the group did not answer\n", rank);
       __trap();
     }
@@ -353,12 +345,12 @@ __global__ void wait_for_ranks(const __grid_constant__ pmo_rank_barrier_params p
   bool differs = false;
 #pragma unroll
   for (int i = 0; i < PMO_CALL_WORDS; ++i) {
-    const int32_t word = *static_cast<volatile int32_t*>(call_word(p.arrived, p.region_bytes, rank, turn, i));
+    const int32_t word = *static_cast<volatile int32_t*>(call_word(p.arrived, p.region_bytes, rank, round, i));
     p.calls[rank * PMO_CALL_WORDS + i] = word;
     differs |= i + 1 < PMO_CALL_WORDS && word != own.words[i];
   }
   if (__syncthreads_or(differs)) mark(p, p.calls, PMO_CALLS_DIFFER);
-  if (threadIdx.x == 0) p.state[0] = static_cast<int32_t>(turn);
+  if (threadIdx.x == 0) p.state[0] = static_cast<int32_t>(round);
 }
 
 int barrier(const pmo_rank_barrier_params& p, cudaStream_t stream) {
@@ -377,12 +369,12 @@ __global__ void spoil_data(const __grid_constant__ pmo_rank_spoil_params p) {
   }
 }
 
-// Few blocks: nearly always there is nothing to do.
+// Few CTAs: almost always the codes agree and the kernel returns.
 int spoil(const pmo_rank_spoil_params& p, cudaStream_t stream) {
   if (const int status = check_rank_spoil(p)) return status;
   if (p.data_bytes == 0) return PMO_OK;
-  constexpr int64_t kMostBlocks = 128;
-  const auto blocks = static_cast<unsigned>(std::min(divide_up(p.data_bytes, int64_t{kThreads}), kMostBlocks));
+  constexpr int64_t kMaxBlocks = 128;
+  const auto blocks = static_cast<unsigned>(std::min(divide_up(p.data_bytes, int64_t{kThreads}), kMaxBlocks));
   return launch("spoil_data", spoil_data, {blocks, kThreads}, stream, p);
 }
 
