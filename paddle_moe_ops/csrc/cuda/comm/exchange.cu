@@ -17,8 +17,8 @@
 // Overlap: written and fetched rows alternate, so a launch keeps the link busy, which is the bottleneck, while it does its local
 // accesses.
 //
-// Bytes moved, for X bytes of rows that go to other ranks and as many that come from them, a share f of them fetched, and Y bytes
-// of the rank's own rows (T tokens to two ranks each: X = Y = T * H elements):
+// Bytes moved: X bytes of rows go to other ranks and X come from them, a share f of both is fetched, and Y bytes are the rank's
+// own rows. With T tokens to two ranks each, X = Y = T * H elements.
 //   send of tokens:  link (1 - f) X each way; memory X read, Y written, f X written, (1 - f) X that arrives
 //   receive, copied: link f X each way; memory (1 - f) X read, X written, f X read by others
 //   send of parts:   link (1 - f) X each way; memory X read, f X written, (1 - f) X that arrives

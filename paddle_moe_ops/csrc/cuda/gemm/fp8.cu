@@ -74,7 +74,7 @@ struct Fp8Tile : GroupedTile {
 
 using Fp8Queue = TileQueue<Fp8Tile, 2>;
 
-// Index of the cluster's next tile, from CTA 0 to CTA 1. Both mbarriers synchronise at cluster scope: a relaxed remote arrive at
+// Index of the cluster's next tile, from CTA 0 to CTA 1. Both mbarriers synchronise at cluster scope: a plain remote arrive at
 // `read` can overtake the load of `tile`, and CTA 0 would then overwrite an index that CTA 1 has not read.
 struct ClusterTile {
   uint64_t sent, read;
@@ -189,10 +189,10 @@ __device__ inline ScaleReader scale_reader(const Fp8Params& p, const GroupedTile
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int source = min(row + 8 * i - g.first_row, p.num_sources - 1);  // rows beyond the last have any scale
-    reader.row[i] = p.row_scales + int64_t{source} * p.depth_blocks;
+    reader.row[i] = p.row_scales + int64_t{source} * p.k_blocks;
     const int column = g.first_column + tile.column, half = i == 0 ? column : second_half_column<kEpilogue>(g, column);
-    const int block = min(half / kGroupOfScale, p.column_blocks - 1);  // columns beyond the last, too
-    reader.half[i] = p.matrix_scales + (int64_t{tile.expert} * p.column_blocks + block) * p.depth_blocks;
+    const int block = min(half / kScaleGroup, p.column_blocks - 1);  // columns beyond the last, too
+    reader.half[i] = p.matrix_scales + (int64_t{tile.expert} * p.column_blocks + block) * p.k_blocks;
   }
   return reader;
 }
@@ -331,8 +331,8 @@ int fp8_gemm(const pmo_grouped_float8_params& p, cudaStream_t stream) {
   a.hidden_scales = p.hidden_scales;
   a.amax_min = p.amax_min;
   a.num_sources = static_cast<int>(p.num_sources);
-  a.depth_blocks = static_cast<int>(divide_up(p.inner, int64_t{kFp8TileK}));
-  a.column_blocks = static_cast<int>(divide_up(p.outer, int64_t{kGroupOfScale}));
+  a.k_blocks = static_cast<int>(divide_up(p.inner, int64_t{kFp8TileK}));
+  a.column_blocks = static_cast<int>(divide_up(p.outer, int64_t{kScaleGroup}));
   const bool keeps_codes = p.hidden_codes != nullptr;
   switch (p.result) {
     case PMO_GROUPED_GATED:

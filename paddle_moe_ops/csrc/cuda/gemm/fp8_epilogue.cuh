@@ -14,7 +14,7 @@
 namespace pmo {
 namespace cuda {
 
-constexpr int kGroupOfScale = 128;
+constexpr int kScaleGroup = 128;
 
 struct Fp8Params {
   GroupedGemmParams grouped;
@@ -22,7 +22,7 @@ struct Fp8Params {
   uint8_t* codes;
   float* scales;
   float amax_min;
-  int num_sources, depth_blocks, column_blocks;
+  int num_sources, k_blocks, column_blocks;
   uint8_t* hidden_codes;
   float* hidden_scales;
 };
@@ -46,7 +46,7 @@ __device__ inline float scale_of_words(const uint32_t (&word)[kWords], float ama
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
     const float2 both = Bfloat16Pair::unpack(word[i]);
-    amax = fmaxf(amax, fmaxf(fabsf(both.x), fabsf(both.y)));  // of a number and NaN, the number
+    amax = fmaxf(amax, fmaxf(fabsf(both.x), fabsf(both.y)));  // fmaxf ignores NaN
   }
   return quad_scale(amax, amax_min);
 }
@@ -95,7 +95,7 @@ __device__ inline void store_interleaved_codes(const Fp8Params& p, const uint32_
   uint8_t* target = p.codes + int64_t{row} * columns + column;
 #pragma unroll
   for (int block = 0; block < 2; ++block) store_64_codes(target + 64 * block, word + 8 * block, inverse, is_live);
-  if (is_live && lane == 0) p.scales[int64_t{row} * (columns / kGroupOfScale) + column / kGroupOfScale] = scale;
+  if (is_live && lane == 0) p.scales[int64_t{row} * (columns / kScaleGroup) + column / kScaleGroup] = scale;
 }
 
 // Stores the codes and the scale of 128 elements of a row. Words 4 i to 4 i + 3 of lane q have eight columns from 32 i + 8 q on.
@@ -110,7 +110,7 @@ __device__ inline void store_consecutive_codes(const Fp8Params& p, const uint32_
     const uint32_t high = codes_of_pair(word[4 * i + 2], inverse) | codes_of_pair(word[4 * i + 3], inverse) << 16;
     if (is_live) *reinterpret_cast<uint2*>(target + 32 * i) = make_uint2(low, high);
   }
-  if (is_live && lane == 0) p.scales[int64_t{row} * (columns / kGroupOfScale) + column / kGroupOfScale] = scale;
+  if (is_live && lane == 0) p.scales[int64_t{row} * (columns / kScaleGroup) + column / kScaleGroup] = scale;
 }
 
 // Stores 64 columns of a row in bfloat16, 16 bytes a lane. Each lane of a quad has two of every eight columns.
@@ -128,7 +128,7 @@ __device__ inline uint8_t* hidden_codes_of(const Fp8Params& p, int row) {
   return p.hidden_codes + int64_t{row} * 2 * p.grouped.width;
 }
 __device__ inline float* hidden_scales_of(const Fp8Params& p, int row) {
-  return p.hidden_scales + int64_t{row} * (2 * p.grouped.width / kGroupOfScale);
+  return p.hidden_scales + int64_t{row} * (2 * p.grouped.width / kScaleGroup);
 }
 
 // SwiGLU epilogue of one row of a lane. Gates are in the first half of the accumulators, ups in the second.
@@ -144,9 +144,9 @@ __device__ inline void store_swiglu_row(const Fp8Params& p, const float (&d)[128
     gate_scale = __frcp_rn(gates);
     up_scale = __frcp_rn(ups);
     if (is_live && threadIdx.x % 4 == 0) {
-      float* scales = hidden_scales_of(p, row) + tile.column / kGroupOfScale;
+      float* scales = hidden_scales_of(p, row) + tile.column / kScaleGroup;
       scales[0] = gates;
-      scales[width / kGroupOfScale] = ups;
+      scales[width / kScaleGroup] = ups;
     }
   }
   uint32_t act[16];
@@ -233,9 +233,9 @@ struct HiddenRow<true> {
   __device__ void load(const Fp8Params& p, int row, int column, bool found) {
     const int width = p.grouped.width;
     const uint8_t* codes = hidden_codes_of(p, row) + column;
-    const float* scales = hidden_scales_of(p, row) + column / kGroupOfScale;
+    const float* scales = hidden_scales_of(p, row) + column / kScaleGroup;
     gate_scale = found ? scales[0] : 0.0f;
-    up_scale = found ? scales[width / kGroupOfScale] : 0.0f;
+    up_scale = found ? scales[width / kScaleGroup] : 0.0f;
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
       gates[part] = found ? *reinterpret_cast<const uint2*>(codes + 32 * part) : make_uint2(0, 0);
@@ -328,7 +328,7 @@ __device__ inline void store_dswiglu_row(const Fp8Params& p, const float (&d)[12
     sum = __fadd_rn(sum, __shfl_xor_sync(kAllLanes, sum, 1));
     sum = __fadd_rn(sum, __shfl_xor_sync(kAllLanes, sum, 2));
     if (is_live && threadIdx.x % 4 == 0) {
-      g.d_weights[int64_t{row} * (g.width / kGroupOfScale) + first_column / kGroupOfScale] = sum;
+      g.d_weights[int64_t{row} * (g.width / kScaleGroup) + first_column / kScaleGroup] = sum;
     }
   }
   if (p.codes != nullptr) {

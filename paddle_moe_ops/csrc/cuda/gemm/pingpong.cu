@@ -8,7 +8,7 @@
 //   matrix   [E, K, N] or, with transpose, [E, N, K], row-major, 16-byte aligned
 //   out      [M, width] row-major: columns first_column to first_column + width - 1 of the result
 //
-// For K so short that a tile of swap_ab.cu takes about as long to store as to compute, and for longer K with many rows where
+// For short K, with which a tile of swap_ab.cu takes about as long to store as to compute. Also for longer K with many rows, if
 // tiles of 192 columns fit or memory is fast.
 //
 // Tiles: 128 rows of one expert x 128 or 192 columns, as the tables of pmo/grouped.h list them. Persistent kernel with a static

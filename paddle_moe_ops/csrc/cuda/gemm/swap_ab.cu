@@ -12,7 +12,8 @@
 //            partial dot products
 //
 // W fills wgmma's fixed M = 64; an expert's rows go into N in steps of 16. So an expert's last tile pads at most 15 rows, where
-// pingpong.cu may pad 127, and an expert of up to 160 rows reads its matrix once.
+// pingpong.cu may pad 127, and an expert of up to 160 rows reads its matrix once. Forward and dgrad are this GEMM with either
+// layout of the matrix.
 //
 // Tiles: up to 160 rows of one expert x 256 columns of W (SwiGLU: 128 gates and their 128 ups). A launch that covers all tiles
 // cuts the rows of an expert evenly; a launch for a chunk of the layer cuts them as the tables say.

@@ -3,9 +3,9 @@
 
 // Tiles, stages and shared memory of the swap-AB grouped GEMM (swap_ab.cu).
 //
-// Dynamic shared memory: kSwapAbStages stages, then an epilogue buffer for each consumer warpgroup. A stage holds, of one K step,
-// 64 x 256 of the expert's matrix in four boxes of 64 columns, then up to 160 rows of X with 64 columns. In a dSwiGLU tile the
-// stages after those of the mainloop hold instead 32 rows of hidden (kHiddenBytes: gates and ups of 256 columns) and the act of
+// Dynamic shared memory: kSwapAbStages stages, then an epilogue buffer for each consumer warpgroup. A stage of the mainloop holds
+// 64 x 256 elements of the expert's matrix, in four boxes of 64 columns, and 64 columns of up to 160 rows of X. In a dSwiGLU
+// tile, the stages after those of the mainloop hold 32 rows of hidden (kHiddenBytes: gates and ups of 256 columns) and the act of
 // these rows, half as large.
 #pragma once
 

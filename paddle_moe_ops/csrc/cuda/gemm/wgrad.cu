@@ -23,9 +23,10 @@
 // operands.
 //
 // Overlap: loads run up to kWgradStages K steps ahead and across tiles; TMA stores overlap the next mainloop. The conversion of
-// the accumulators does not overlap this warpgroup's mainloop, so everything else is moved out of it: another warp computes the
-// next tile's coordinates, which are popped while the last MMAs run, the first MMAs of a tile overwrite the accumulators, and
-// results have shared memory of their own.
+// the accumulators does not overlap this warpgroup's mainloop, so it contains nothing else:
+// * another warp computes the coordinates of the next tile, which are popped while the last MMAs run
+// * the first MMAs of a tile overwrite the accumulators
+// * results have shared memory of their own
 //
 // Work: 2 M p_columns q_columns FLOPs. Bytes: both operands once from memory and, per tile, from the L2; the results once, with
 // the L2 policy evict_first since operands need the L2.

@@ -3,8 +3,8 @@
 
 // Tiles, stages and producer roles of the grouped wgrad (wgrad.cu).
 //
-// A stage holds 32 rows (the K of this GEMM) of operand A, 128 columns, then of operand B, 256 columns, in boxes of 32 rows x 64
-// columns with 128-byte swizzle.
+// A stage holds 32 rows, the K of this GEMM: 128 columns of operand A, then 256 columns of operand B. It consists of boxes of 32
+// rows x 64 columns with 128-byte swizzle.
 #pragma once
 
 #include "cuda/gemm/gather.cuh"

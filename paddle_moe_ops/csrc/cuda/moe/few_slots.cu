@@ -176,12 +176,12 @@ __global__ void __launch_bounds__(kFewThreads, 4) few_slots(const __grid_constan
   const int32_t last = min(accesses, divide_up(accesses, parts) * (part + 1));
   const auto* source = reinterpret_cast<const Vector16*>(work.x + token * work.x_stride);
   const auto* scale = reinterpret_cast<const Vector16*>(work.scale + token * work.scale_stride);
-  Vector16 held[kFewAccesses], held_scale = {};
+  Vector16 values[kFewAccesses], scale_value = {};
 #pragma unroll
   for (int i = 0; i < kFewAccesses; ++i) {
-    if (first + i * static_cast<int32_t>(blockDim.x) < last) held[i] = source[first + i * blockDim.x];
+    if (first + i * static_cast<int32_t>(blockDim.x) < last) values[i] = source[first + i * blockDim.x];
   }
-  if (threadIdx.x < scales) held_scale = scale[threadIdx.x];
+  if (threadIdx.x < scales) scale_value = scale[threadIdx.x];
   const float prob = has_token && part == 0 && warp == 0 ? load_prob(work, token) : 0.0f;
   load_all_experts<kCommon>(work, experts);
   __syncthreads();
@@ -243,10 +243,10 @@ __global__ void __launch_bounds__(kFewThreads, 4) few_slots(const __grid_constan
     auto* target = reinterpret_cast<Vector16*>(work.rows + row * work.row_bytes) + first;
 #pragma unroll
     for (int i = 0; i < kFewAccesses; ++i) {
-      if (first + i * static_cast<int32_t>(blockDim.x) < last) target[i * blockDim.x] = held[i];
+      if (first + i * static_cast<int32_t>(blockDim.x) < last) target[i * blockDim.x] = values[i];
     }
     auto* row_scale = reinterpret_cast<Vector16*>(work.row_scales + row * work.scale_bytes);
-    if (threadIdx.x < scales) row_scale[threadIdx.x] = held_scale;
+    if (threadIdx.x < scales) row_scale[threadIdx.x] = scale_value;
 #pragma unroll 1
     for (int32_t i = threadIdx.x + blockDim.x; i < scales; i += blockDim.x) row_scale[i] = scale[i];
   }

@@ -122,7 +122,7 @@ __device__ BlockRows routed_rows(const FusedWork& work, const Share& share, int3
 }
 
 template <bool kRoute, Move kMove>
-__global__ void __launch_bounds__(kBlockThreads, kMove == Move::kNone ? kRoutingBlocks : kMovingBlocks)
+__global__ void __launch_bounds__(kBlockThreads, kMove == Move::kNone ? kBlocksPerSmWithoutRows : kBlocksPerSmWithRows)
     fused(const __grid_constant__ FusedWork work, int32_t stage_bytes) {
   extern __shared__ __align__(128) char shared[];
   __shared__ uint64_t barrier;

@@ -26,7 +26,7 @@ bool fused_moves(const pmo_permute_params& p);
 struct FusedRouting {
   const pmo_route_params* params;
   const int32_t* cleaned_ids;  // [T, K] instead of params->routing, or null
-  int32_t* slot_to_row;        // [T, K]: the output, or workspace; may be null up to kFusedSharedReads slots
+  int32_t* slot_to_row;        // [T, K]: the output, or workspace; may be null up to kMaxSlotsReadByAll slots
   int32_t* ints;               // fused_workspace_ints()
 };
 

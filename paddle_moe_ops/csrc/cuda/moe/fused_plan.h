@@ -23,20 +23,20 @@ namespace cuda {
 constexpr int kFusedThreads = 384;
 constexpr int kFusedWarps = kFusedThreads / kWarpSize;
 constexpr int kBlockThreads = kFusedThreads + kWarpSize;  // the last warp loads rows while the others route
-constexpr int kAhead = 4;                                 // chunks of slots that a warp loads ahead
+constexpr int kChunksAhead = 4;                           // chunks of slots that a warp loads ahead
 constexpr int kMaxBlocks = 512;
 constexpr int kMaxFusedExperts = 1024;
 
-constexpr int kMovingBlocks = 2;   // CTAs per SM
-constexpr int kRoutingBlocks = 3;  // CTAs per SM, without rows
-static_assert(kRoutingBlocks * kBlockThreads <= kMultiprocessorThreads, "a multiprocessor holds the blocks");
+constexpr int kBlocksPerSmWithRows = 2;     // CTAs per SM
+constexpr int kBlocksPerSmWithoutRows = 3;  // CTAs per SM of launches without rows
+static_assert(kBlocksPerSmWithoutRows * kBlockThreads <= kMultiprocessorThreads, "an SM holds the CTAs");
 // A cooperative launch starts when all its CTAs can be resident. One that fills the GPU waits for the last CTA of every other
 // kernel, and a kernel of a collective stays until its peers arrive. So routing without rows leaves a quarter of the GPU to
 // others: NCCL has at most 32 CTAs. A launch that permutes rows uses the whole GPU: a quarter less makes it 5 to 10 % slower.
-constexpr int kQuarters = 4, kQuartersToRoute = 3;
+constexpr int kQuarters = 4, kQuartersWithoutRows = 3;
 
 constexpr int64_t kMinSlotsForThirdBlock = int64_t{1} << 20;  // slots; from here on a third CTA per SM is faster
-constexpr int64_t kFusedSharedReads = 1024;                   // slots; up to here every CTA reads all ids
+constexpr int64_t kMaxSlotsReadByAll = 1024;                  // slots; up to here every CTA reads all ids
 constexpr int64_t kMaxLocalSlots = 2048;                      // slots of a CTA that keeps their rows in shared memory
 constexpr int64_t kMinBulkStoreBytes = 4608;                  // row length from which cp.async.bulk stores rows
 constexpr int64_t kMinPieceBytes = 1024;                      // minimal length of a piece of a row
@@ -46,7 +46,7 @@ constexpr int64_t kStaticSharedBytes = 256;  // upper limit of the static shared
 constexpr int64_t kReservedShared = 1024;    // shared memory that the SM reserves per CTA
 constexpr int64_t kStageAlignment = 128;
 constexpr int64_t kMaxTokensBeyond = 4096;  // loops of a warp run up to this many tokens past the last one
-static_assert(kMaxTokensBeyond > (kAhead + 1) * kFusedWarps * kWarpSize,
+static_assert(kMaxTokensBeyond > (kChunksAhead + 1) * kFusedWarps * kWarpSize,
               "a warp loads chunks ahead, and chunks of all warps follow");
 
 enum class Move { kNone, kThreads, kBulk };
@@ -102,15 +102,16 @@ inline FusedPlan plan_fused_blocks(const DeviceLimits& limits, const FusedSizes&
   const bool routes = sizes.num_experts > 0, moves = move != Move::kNone;
   const FusedPlan none;
   if (per_multiprocessor * kBlockThreads > limits.threads_per_multiprocessor ||
-      per_multiprocessor * registers_of_block(moves ? kMovingBlocks : kRoutingBlocks) > limits.registers_per_multiprocessor) {
+      per_multiprocessor * registers_of_block(moves ? kBlocksPerSmWithRows : kBlocksPerSmWithoutRows) >
+          limits.registers_per_multiprocessor) {
     return none;
   }
   FusedPlan plan;
   plan.move = move;
   blocks = std::min<int64_t>(kMaxBlocks, blocks);
   const int64_t slots_of_block = (sizes.num_tokens / blocks + 2) * sizes.topk;
-  const bool slots_are_local = slots_of_block <= kMaxLocalSlots;  // not with many tokens for few blocks
-  plan.counts_everything = routes && sizes.num_tokens * sizes.topk <= kFusedSharedReads && slots_are_local;
+  const bool slots_are_local = slots_of_block <= kMaxLocalSlots;  // false with many tokens per CTA
+  plan.counts_everything = routes && sizes.num_tokens * sizes.topk <= kMaxSlotsReadByAll && slots_are_local;
   plan.cleaned_in_shared = routes && !plan.counts_everything && slots_are_local;
   const bool exchanges = routes && !plan.counts_everything;
   if (exchanges && !sizes.has_slot_to_row) return none;
@@ -158,9 +159,9 @@ inline FusedPlan plan_fused(const DeviceLimits& limits, const FusedSizes& sizes)
   const int64_t multiprocessors = limits.multiprocessors;
   if (!moves) {
     const bool many_slots = sizes.num_tokens * sizes.topk >= kMinSlotsForThirdBlock;
-    const int64_t wanted = multiprocessors * (many_slots ? kRoutingBlocks : kMovingBlocks);
-    for (int room = kRoutingBlocks; room > 0; --room) {  // CTAs per SM, as shared memory allows
-      const int64_t others_fit = std::max<int64_t>(1, multiprocessors * room * kQuartersToRoute / kQuarters);
+    const int64_t wanted = multiprocessors * (many_slots ? kBlocksPerSmWithoutRows : kBlocksPerSmWithRows);
+    for (int room = kBlocksPerSmWithoutRows; room > 0; --room) {  // CTAs per SM, as shared memory allows
+      const int64_t others_fit = std::max<int64_t>(1, multiprocessors * room * kQuartersWithoutRows / kQuarters);
       const FusedPlan plan = plan_fused_blocks(limits, sizes, Move::kNone, room, std::min(wanted, others_fit));
       if (plan.fits) return plan;
     }
@@ -172,7 +173,7 @@ inline FusedPlan plan_fused(const DeviceLimits& limits, const FusedSizes& sizes)
   const bool few_rows = sizes.num_rows < kMinRowsPerToken * sizes.num_tokens;
   const bool small = (sizes.num_tokens + sizes.num_rows) * sizes.row_bytes < kMinBytesToMoveAlone;
   if (!routes && (move == Move::kThreads || few_rows || small)) return none;
-  const FusedPlan plan = plan_fused_blocks(limits, sizes, move, kMovingBlocks, multiprocessors * kMovingBlocks);
+  const FusedPlan plan = plan_fused_blocks(limits, sizes, move, kBlocksPerSmWithRows, multiprocessors * kBlocksPerSmWithRows);
   return plan.num_stages > 1 && (move == Move::kThreads || few_rows) ? none : plan;
 }
 

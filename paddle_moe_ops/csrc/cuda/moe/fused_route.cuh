@@ -75,13 +75,13 @@ struct LoadedSlot {
 };
 
 // Calls visit(token, slot) for tokens [begin, end), chunk by chunk in ascending order, by all lanes of the warp. `slot` is the
-// result of load(token), or the default for lanes without a slot. Loads run kAhead chunks ahead. The visit is compiled once and
-// loops are not unrolled: instructions come from memory, too, and a small kernel starts sooner.
+// result of load(token), or the default for lanes without a slot. Loads run kChunksAhead chunks ahead. The visit is compiled once
+// and loops are not unrolled: instructions come from memory, too, and a small kernel starts sooner.
 template <typename Load, typename Visit>
 __device__ inline void walk_slots(const Lane& me, int32_t begin, int32_t end, int32_t step, Load load, Visit visit) {
-  LoadedSlot slots[kAhead];
+  LoadedSlot slots[kChunksAhead];
 #pragma unroll
-  for (int i = 0; i < kAhead; ++i) {
+  for (int i = 0; i < kChunksAhead; ++i) {
     const int32_t token = begin + i * step + me.token;
     if (me.used && token < end) slots[i] = load(token);
   }
@@ -89,10 +89,10 @@ __device__ inline void walk_slots(const Lane& me, int32_t begin, int32_t end, in
   for (int32_t chunk = begin; chunk < end; chunk += step) {
     const LoadedSlot slot = slots[0];
 #pragma unroll
-    for (int i = 0; i + 1 < kAhead; ++i) slots[i] = slots[i + 1];
-    slots[kAhead - 1] = {};
-    const int32_t token = chunk + kAhead * step + me.token;
-    if (me.used && token < end) slots[kAhead - 1] = load(token);
+    for (int i = 0; i + 1 < kChunksAhead; ++i) slots[i] = slots[i + 1];
+    slots[kChunksAhead - 1] = {};
+    const int32_t token = chunk + kChunksAhead * step + me.token;
+    if (me.used && token < end) slots[kChunksAhead - 1] = load(token);
     visit(chunk + me.token, slot);
   }
 }

@@ -6,9 +6,9 @@
 //   x [T, H], rows [N, H]; scale [T, S], row_scales [N, S]; slot_to_row [T, K]; row_to_token [N] marks padding rows
 //
 // Large sizes with long rows, in 16-byte accesses, go through the fused kernel (fused.cu) on sm_90 and newer. move_pieces serves
-// all others: one launch, many short-lived CTAs. A warp loads a piece of a token's row into registers, in the widest accesses (up
-// to 16 bytes) that pointers and lengths allow, and stores it to the token's rows. The warp of the first piece moves the scales
-// as well. The first CTAs of the grid zero padding rows, in parallel with the others.
+// all others: one launch, many short-lived CTAs. A warp loads a piece of a token's row into registers and stores it to each of
+// the token's rows, in the widest accesses (up to 16 bytes) that pointers and lengths allow. The warp of the first piece moves
+// the scales as well. The first CTAs of the grid zero padding rows, in parallel with the others.
 //
 // Memory-bound: (T + N) (H + S) elements.
 #include <algorithm>
@@ -30,7 +30,7 @@ constexpr int kMaxThreads = 128;
 // Up to this many accesses of all tokens, a lane holds one access and CTAs are smaller, so that every SM has work.
 constexpr int64_t kMaxAccessesForSmallBlocks = int64_t{1} << 18;
 constexpr int kSmallThreads = 64;
-constexpr int kHeldWords = 2;  // words of a row's scales that a lane holds
+constexpr int kScaleWordsPerLane = 2;  // in registers
 
 struct Pieces {
   RowArray rows, scales;  // scales move in 4-byte words
@@ -53,8 +53,8 @@ struct Pieces {
   }
 };
 
-// A lane moves kHeld accesses of a row.
-template <int kBytes, int kHeld>
+// A lane moves kAccessesPerLane accesses of a row.
+template <int kBytes, int kAccessesPerLane>
 __global__ void __launch_bounds__(kMaxThreads) move_pieces(const __grid_constant__ Pieces p) {
   using Access = Vector<kBytes>;
   if (blockIdx.x < p.padding_blocks) {
@@ -68,19 +68,19 @@ __global__ void __launch_bounds__(kMaxThreads) move_pieces(const __grid_constant
   const WarpShare share(p.parts, p.padding_blocks);
   const int64_t token = share.item, accesses = p.rows.row_bytes / kBytes;
   if (token >= p.num_tokens) return;
-  const int64_t first = int64_t{share.part} * (kHeld * kWarpSize) + lane;
+  const int64_t first = int64_t{share.part} * (kAccessesPerLane * kWarpSize) + lane;
   const auto* source = reinterpret_cast<const Access*>(p.rows.source + token * p.rows.source_stride) + first;
   const int64_t words = share.part == 0 ? p.scales.row_bytes / 4 : 0;
   const auto* scale = reinterpret_cast<const uint32_t*>(p.scales.source + token * p.scales.source_stride);
-  Access held[kHeld];
+  Access values[kAccessesPerLane];
 #pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    if (first + i * kWarpSize < accesses) held[i] = source[i * kWarpSize];
+  for (int i = 0; i < kAccessesPerLane; ++i) {
+    if (first + i * kWarpSize < accesses) values[i] = source[i * kWarpSize];
   }
-  uint32_t held_words[kHeldWords];
+  uint32_t scale_words[kScaleWordsPerLane];
 #pragma unroll
-  for (int i = 0; i < kHeldWords; ++i) {
-    if (lane + i * kWarpSize < words) held_words[i] = scale[lane + i * kWarpSize];
+  for (int i = 0; i < kScaleWordsPerLane; ++i) {
+    if (lane + i * kWarpSize < words) scale_words[i] = scale[lane + i * kWarpSize];
   }
 #pragma unroll 1
   for (int64_t begin = 0; begin < p.topk; begin += kWarpSize) {
@@ -88,42 +88,42 @@ __global__ void __launch_bounds__(kMaxThreads) move_pieces(const __grid_constant
     const auto store = [&](int64_t row) {
       auto* target = reinterpret_cast<Access*>(p.rows.target + row * p.rows.row_bytes) + first;
 #pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
-        if (first + i * kWarpSize < accesses) target[i * kWarpSize] = held[i];
+      for (int i = 0; i < kAccessesPerLane; ++i) {
+        if (first + i * kWarpSize < accesses) target[i * kWarpSize] = values[i];
       }
       auto* row_scale = reinterpret_cast<uint32_t*>(p.scales.target + row * p.scales.row_bytes);
 #pragma unroll
-      for (int i = 0; i < kHeldWords; ++i) {
-        if (lane + i * kWarpSize < words) row_scale[lane + i * kWarpSize] = held_words[i];
+      for (int i = 0; i < kScaleWordsPerLane; ++i) {
+        if (lane + i * kWarpSize < words) row_scale[lane + i * kWarpSize] = scale_words[i];
       }
     };
     const unsigned used = __ballot_sync(kAllLanes, own >= 0 && own < p.num_rows);
-    if constexpr (kHeld == 1) {
+    if constexpr (kAccessesPerLane == 1) {
       for_each_lane(used, own, store);
     } else {
       for_each_of_few_lanes(used, own, store);
     }
-    if (words <= kHeldWords * kWarpSize) continue;
+    if (words <= kScaleWordsPerLane * kWarpSize) continue;
     for_each_of_few_lanes(used, own, [&](int64_t row) {
       auto* row_scale = reinterpret_cast<uint32_t*>(p.scales.target + row * p.scales.row_bytes);
 #pragma unroll 1
-      for (int64_t i = lane + kHeldWords * kWarpSize; i < words; i += kWarpSize) row_scale[i] = scale[i];
+      for (int64_t i = lane + kScaleWordsPerLane * kWarpSize; i < words; i += kWarpSize) row_scale[i] = scale[i];
     });
   }
 }
 
-template <int kBytes, int kHeld>
-int launch_held(Pieces pieces, cudaStream_t stream) {
-  constexpr int kThreads = kHeld == 1 ? kSmallThreads : kMaxThreads, kWarps = kThreads / kWarpSize;
+template <int kBytes, int kAccessesPerLane>
+int launch_accesses(Pieces pieces, cudaStream_t stream) {
+  constexpr int kThreads = kAccessesPerLane == 1 ? kSmallThreads : kMaxThreads, kWarps = kThreads / kWarpSize;
   const bool fills = pieces.rows.fill || pieces.scales.fill;
   pieces.padding_blocks = fills ? padding_blocks(pieces.num_rows, kThreads) : 0;
-  pieces.parts = static_cast<int>(std::max<int64_t>(1, divide_up(pieces.rows.row_bytes / kBytes, kHeld * kWarpSize)));
+  pieces.parts = static_cast<int>(std::max<int64_t>(1, divide_up(pieces.rows.row_bytes / kBytes, kAccessesPerLane * kWarpSize)));
   if (pieces.num_tokens == 0 && pieces.padding_blocks == 0) return PMO_OK;
   const auto run = [&](int64_t first, int64_t count) {
     const Pieces some = pieces.of_tokens(first, count);
     const int64_t blocks = some.padding_blocks + divide_up(count * some.parts, kWarps);
     const Grid grid = {grid_for(blocks, 1, kMaxBlocksOfGrid), kThreads};
-    return launch("move_pieces", move_pieces<kBytes, kHeld>, grid, stream, some);
+    return launch("move_pieces", move_pieces<kBytes, kAccessesPerLane>, grid, stream, some);
   };
   return in_grids(pieces.num_tokens, pieces.parts, kWarps, run, pieces.padding_blocks);
 }
@@ -134,7 +134,7 @@ int launch_pieces(Pieces pieces, cudaStream_t stream) {
   return with_width(widest_access(rows, pieces.num_tokens), [&](auto bytes) -> int {
     constexpr int kBytes = decltype(bytes)::value;
     const bool is_small = pieces.num_tokens * (rows.row_bytes / kBytes) <= kMaxAccessesForSmallBlocks;
-    return is_small ? launch_held<kBytes, 1>(pieces, stream) : launch_held<kBytes, 4>(pieces, stream);
+    return is_small ? launch_accesses<kBytes, 1>(pieces, stream) : launch_accesses<kBytes, 4>(pieces, stream);
   });
 }
 

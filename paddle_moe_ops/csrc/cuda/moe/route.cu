@@ -341,7 +341,7 @@ int count(const pmo_route_params& p, cudaStream_t stream) {
 int route_fused(const pmo_route_params& p, const RouteTiles& tiles, bool cleaned, const pmo_permute_params* permute,
                 cudaStream_t stream) {
   // CTAs read each other's ids while they write rows, so cleaned ids and rows must not share memory.
-  const bool may_use_ids = !cleaned || p.num_tokens * p.topk > kFusedSharedReads;
+  const bool may_use_ids = !cleaned || p.num_tokens * p.topk > kMaxSlotsReadByAll;
   const FusedRouting routing = {&p, cleaned ? tiles.ids : nullptr,
                                 p.slot_to_row != nullptr ? p.slot_to_row
                                 : may_use_ids            ? tiles.ids

@@ -32,7 +32,7 @@ namespace {
 
 constexpr int kMaxWarps = 7;  // of a CTA whose warps own parts of tokens
 constexpr int kMinBlocks = 5;
-static_assert(kMinBlocks * kMaxWarps * kWarpSize <= kMultiprocessorThreads, "a multiprocessor holds the blocks");
+static_assert(kMinBlocks * kMaxWarps * kWarpSize <= kMultiprocessorThreads, "an SM holds the CTAs");
 constexpr int64_t kMaxGridY = 65535;
 constexpr int kMaxTileThreads = 256;
 constexpr int64_t kMaxAccessesForWarps = int64_t{1} << 20;  // of all tokens

@@ -31,7 +31,7 @@ __device__ inline void tma_load_3d(uint32_t target, const CUtensorMap* map, uint
       : "memory");
 }
 
-// Multicast: writes the box to the same shared address of every CTA of the cluster whose bit is set in `cta_mask`, and completes
+// Multicast: writes the box to the same shared address of every CTA of the cluster whose bit is set in `cta_mask`. It completes
 // on the mbarrier at the same shared address of each.
 __device__ inline void tma_load_3d_multicast(uint32_t target, const CUtensorMap* map, uint64_t* barrier, int x, int y, int z,
                                              int cta_mask) {
