@@ -107,7 +107,7 @@ def choose_cuda() -> tuple[bool, str]:
     if asked == "0":
         return False, "PADDLE_MOE_OPS_CUDA=0"
     obstacle = None
-    if not sources_in("cuda/*.cu"):
+    if not sources_in("cuda/**/*.cu"):
         obstacle = f"{CSRC}/cuda has no sources"
     elif nvcc_path() is None:
         obstacle = "nvcc was not found; set CUDA_HOME"
@@ -301,7 +301,7 @@ def operators_extension() -> setuptools.Extension:
         return extension
     arguments["extra_compile_args"]["cxx"].append("-DPMO_WITH_CUDA")
     arguments["extra_compile_args"]["nvcc"] = [*NVCC_FLAGS, *gencode_flags(nvcc_version(nvcc_path()))]
-    return cpp_extension.CUDAExtension([*sources, *sources_in("cuda/*.cu")], **arguments)
+    return cpp_extension.CUDAExtension([*sources, *sources_in("cuda/**/*.cu")], **arguments)
 
 
 COMMANDS = {"build_ext": BuildOperators, "bdist_wheel": CleanWheel, "sdist": PlainSource}

@@ -88,7 +88,8 @@ ADDED = ("us", "dram_read_mb", "dram_write_mb")
 LAYER = "layer:"
 FLOAT8 = "-float8"  # after the name of a shape
 LAYER_SHAPES = ("ernie-21b", "ernie-300b-4k", "dsv3-4k", "qwen3-30b", "ernie-21b" + FLOAT8)
-LAYER_KERNELS = f"^({'|'.join(KERNELS)}|grouped_turned)"  # the latter is launched as a grouped_product
+# Launches carry names of library entries (grouped_product, grouped_float8, grouped_outer), kernels those of algorithms.
+LAYER_KERNELS = f"^({'|'.join(KERNELS)}|grouped_gemm_|grouped_wgrad)"
 
 GEMM = "gemm:"
 GEMM_SHAPE = "dsv3"

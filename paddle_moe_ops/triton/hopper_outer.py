@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradients of experts' matrices that the compiled library makes on Hopper, launched as a Triton kernel is.
 
-csrc/cuda/grouped_outer.cu can gather the rows of tokens. `takes_outer` says where it takes the place of the Triton
+csrc/cuda/gemm/wgrad.cu can gather the rows of tokens. `takes_outer` says where it takes the place of the Triton
 kernel.
 """
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grouped products that the compiled library has for Hopper, launched as a Triton kernel is.
 
-csrc/cuda/grouped_turned.cu multiplies hardly any rows that are not there, and can gather the rows of tokens.
-csrc/cuda/grouped_product.cu makes plain products, and stores a tile while the next one is multiplied. `chosen_rows`
+csrc/cuda/gemm/swap_ab.cu multiplies hardly any rows that are not there, and can gather the rows of tokens.
+csrc/cuda/gemm/pingpong.cu makes plain products, and stores a tile while the next one is multiplied. `chosen_rows`
 says where each is faster than the Triton kernels.
 """
 
@@ -39,7 +39,7 @@ __all__ = [
 
 PLAIN, GATED, GRADIENT = range(3)  # pmo_grouped_result
 TILE_ROWS, TILE_COLUMNS, WIDE_COLUMNS = 128, 128, 192
-TURNED_ROWS = 160  # of csrc/cuda/grouped_turned.cu
+TURNED_ROWS = 160  # of csrc/cuda/gemm/swap_ab.cu
 LIBRARY_DTYPES = {"float16": 1, "bfloat16": 2}  # pmo_dtype
 _INTEGERS = (
     *("num_rows", "num_sources", "num_experts", "inner", "outer"),

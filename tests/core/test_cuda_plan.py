@@ -29,8 +29,8 @@ LIBRARY = r"""
 #include <algorithm>
 #include <initializer_list>
 
-#include "cuda/fused_plan.h"
-#include "cuda/quantize_plan.h"
+#include "cuda/moe/fused_plan.h"
+#include "cuda/moe/quantize_plan.h"
 
 using namespace pmo::cuda;
 
@@ -61,7 +61,7 @@ extern "C" void few_slots(const int64_t* sizes, int64_t padding_alignment, int64
   put({p.fits, p.threads, p.parts, p.blocks}, out);
 }
 
-extern "C" int turns(const pmo_quantize_params* params) { return turns_scales(*params); }
+extern "C" int turns(const pmo_quantize_params* params) { return transposes_scales(*params); }
 """
 
 

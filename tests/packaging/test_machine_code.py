@@ -84,3 +84,5 @@ def test_a_source_counts_as_newer_only_if_code_that_includes_it_differs():
     assert newer(names, {"core/cuda/a.cu": "1"}, now) == ["b.cu", "common.h", "b.h", "deleted.h"]
     assert newer(["op.cc"], {"core/cuda/a.cu": "1", "rig/op.cc": "3"}, now) == []
     assert newer(names, {}, now) == newer(names, {"core/cuda/a.cu": "1"}, {}) == names
+    moved = {"core/cuda/moe/a.cu": {"hash": "1", "sources": ["a.cu"]}}
+    assert newer(["a.cu"], {"core/cuda/a.cu": "1"}, moved) == []

@@ -4,7 +4,7 @@
 // Integer arithmetic, on hosts and GPUs.
 #pragma once
 
-// For what hosts and GPUs compute alike.
+// Marks functions that run on the host and on the GPU.
 #ifdef __CUDACC__
 #define PMO_ANYWHERE __host__ __device__
 #else
@@ -13,7 +13,7 @@
 
 namespace pmo {
 
-// How many pieces of a size hold `total`; neither may be negative.
+// ceil(total / piece); neither may be negative.
 template <typename Total, typename Piece>
 PMO_ANYWHERE constexpr auto divide_up(Total total, Piece piece) {
   return (total + piece - 1) / piece;

@@ -18,8 +18,8 @@
 namespace pmo {
 
 int check_route_sizes(const pmo_route_params& p);
-int check_routing_arrays(const pmo_route_params& p);  // what pmo_route_count_* reads and writes
-int check_route_outputs(const pmo_route_params& p);   // what pmo_route_* reads and writes
+int check_routing_arrays(const pmo_route_params& p);  // arrays of pmo_route_count_*
+int check_route_outputs(const pmo_route_params& p);   // arrays of pmo_route_*
 int check_clean_rowmap(const pmo_clean_rowmap_params& p);
 int check_make_row_id_map(const pmo_row_id_map_params& p);
 int check_read_row_id_map(const pmo_row_id_map_params& p);

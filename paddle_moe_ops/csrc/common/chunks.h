@@ -13,7 +13,7 @@ constexpr int64_t kMaxSortedChunks = int64_t{1} << 20;
 
 int check_sort_chunks(const pmo_sort_chunks_params& p);
 
-// What the operator refuses as far as p.checks asks; reads split_sizes and order.
+// Checks of p.checks that read split_sizes and order; returns a status.
 int report_chunks(const pmo_sort_chunks_params& p);
 
 }  // namespace pmo

@@ -10,7 +10,7 @@
 
 namespace pmo {
 
-// Bytes of an element; 0 for what is no pmo_dtype.
+// Bytes of an element; 0 for values outside pmo_dtype.
 inline int64_t dtype_size(int32_t dtype) {
   switch (dtype) {
     case PMO_FLOAT32:
@@ -27,10 +27,10 @@ inline int64_t dtype_size(int32_t dtype) {
   }
 }
 
-// Whether rows of the dtype can be summed.
+// True if rows of the dtype can be summed.
 inline bool is_sum_dtype(int32_t dtype) { return dtype == PMO_FLOAT32 || dtype == PMO_FLOAT16 || dtype == PMO_BFLOAT16; }
 
-// Returns body(Type()) with the type given for the dtype, which is_sum_dtype has accepted.
+// Returns body(Type()) with the type of the dtype, which is_sum_dtype accepts.
 template <typename Float32Type, typename Float16Type, typename BFloat16Type, typename Body>
 auto with_sum_dtype(int32_t dtype, Body body) {
   switch (dtype) {

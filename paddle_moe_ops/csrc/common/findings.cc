@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The texts for what the checks found, the same on every backend.
+// Texts of findings of the checks, the same on every backend.
 #include <algorithm>
 #include <string>
 

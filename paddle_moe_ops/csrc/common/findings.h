@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// What pmo_route_report is made of, for the CPU operators, which report as they go.
+// Parts of pmo_route_report, for the CPU operators, which report as they go.
 #pragma once
 
 #include "pmo/route.h"
@@ -11,7 +11,7 @@ namespace pmo {
 // The first bad value, then wrong counts, as far as p.checks asks.
 int report_findings(const pmo_route_params& p, const pmo_route_findings& found, const int32_t* routed_per_expert);
 
-// Slots that find the buffer of p.num_rows rows full.
+// Error if slots exceed the buffer of p.num_rows rows.
 int report_overflow(const pmo_route_params& p, const int32_t* routed_per_expert);
 
 }  // namespace pmo

@@ -13,7 +13,7 @@
 namespace pmo {
 namespace {
 
-// Of stacked matrices that are read in blocks of 128 x 128 elements.
+// Checks stacked matrices that are read in blocks of 128 x 128 elements.
 template <typename Params>
 int check_blocks(const Params& p) {
   const bool is_known = p.dtype == PMO_FLOAT32 || p.dtype == PMO_FLOAT16 || p.dtype == PMO_BFLOAT16;
@@ -22,7 +22,8 @@ int check_blocks(const Params& p) {
   PMO_REQUIRE(is_size(p.num_rows, 1), "num_rows", "in [0, 2^30)");
   PMO_REQUIRE(is_size(p.num_columns, 1), "num_columns", "in [0, 2^30)");
   const int64_t tiles = divide_up(p.num_rows, int64_t{128}) * divide_up(p.num_columns, int64_t{128});
-  PMO_REQUIRE(p.num_matrices == 0 || tiles <= kMostPlaces / p.num_matrices, "num_matrices", "below 2^30 / blocks of a matrix");
+  PMO_REQUIRE(p.num_matrices == 0 || tiles <= kMaxIndexOnDevice / p.num_matrices, "num_matrices",
+              "below 2^30 / blocks of a matrix");
   PMO_REQUIRE(p.amax_min >= 0x1p-100f && p.amax_min <= FLT_MAX, "amax_min", "in [2^-100, FLT_MAX]");
   return PMO_OK;
 }

@@ -10,7 +10,7 @@ namespace {
 
 bool is_grouped_dtype(int32_t dtype) { return dtype == PMO_FLOAT16 || dtype == PMO_BFLOAT16; }
 
-// Kernels hold the bytes between rows of what they gather in 32 bits.
+// Kernels hold the row stride of gathered operands, in bytes, in 32 bits.
 int check_gathered(int64_t num_sources, int64_t row_stride, const char* name, const int32_t* row_to_token, int64_t num_rows) {
   PMO_REQUIRE(is_size(num_sources, 1), "num_sources", "in [0, 2^30)");
   PMO_REQUIRE(row_stride <= INT32_MAX, name, "below 2^31 where rows are gathered");
@@ -78,7 +78,7 @@ int check_grouped_outer(const pmo_grouped_outer_params& p) {
   PMO_REQUIRE(is_size(p.first_q, 8) && p.first_q + p.q_columns <= p.out_columns, "first_q",
               "a multiple of 8, and a column of out with q_columns from there on");
   // tiles are counted in 32 bits
-  PMO_REQUIRE((p.p_columns / 128 + 1) * (p.q_columns / 128 + 1) <= kMostPlaces / p.num_experts, "num_experts",
+  PMO_REQUIRE((p.p_columns / 128 + 1) * (p.q_columns / 128 + 1) <= kMaxIndexOnDevice / p.num_experts, "num_experts",
               "below 2^30 / blocks of 128 x 128 of a matrix");
   if (p.p_columns == 0 || p.q_columns == 0) return PMO_OK;
   PMO_REQUIRE(is_16_bytes(p.out), "out", "an array at a multiple of 16 bytes");

@@ -13,7 +13,7 @@
 namespace pmo {
 namespace {
 
-// Which GPUs have products of which dtype, and what sizes must be multiples of. All else is multiplied expert by expert.
+// GPUs and sizes of the grouped GEMM kernels, per dtype. Everything else runs as one GEMM per expert.
 struct Choice {
   int32_t capability, dtype;
   int64_t multiple;
@@ -103,11 +103,11 @@ extern "C" int32_t pmo_grouped_takes(const pmo_grouped_facts* facts) {
   if (facts == nullptr || facts->struct_size != sizeof *facts) return 0;
   const pmo_grouped_facts& f = *facts;
   for (const int64_t size : {f.num_rows, f.inner, f.outer}) {
-    if (size < 0 || size > pmo::kMostPlaces) return 0;
+    if (size < 0 || size > pmo::kMaxIndexOnDevice) return 0;
   }
   if (f.inner == 0 || f.outer == 0 || f.num_experts < 1 || f.num_experts > pmo::kMaxExperts) return 0;
   const int64_t tiles_of_matrix = (f.inner / pmo::kTileSide + 1) * (f.outer / pmo::kTileSide + 1);
-  if (tiles_of_matrix > pmo::kMostPlaces / f.num_experts) return 0;
+  if (tiles_of_matrix > pmo::kMaxIndexOnDevice / f.num_experts) return 0;
   for (const pmo::Choice& each : pmo::kChoices) {
     if (each.capability == f.capability && each.dtype == f.dtype) {
       return f.inner % each.multiple == 0 && f.outer % each.multiple == 0;

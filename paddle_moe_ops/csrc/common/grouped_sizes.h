@@ -1,17 +1,17 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// What the checks of grouped products have in common.
+// Limits that the checks of grouped GEMMs share.
 #pragma once
 
 #include <cstdint>
 
 namespace pmo {
 
-// Places in rows and columns, and tiles of all matrices, are 32-bit integers on the device.
-constexpr int64_t kMostPlaces = INT32_MAX / 2;
+// Row and column indices, and tiles of all matrices, are 32-bit integers on the device.
+constexpr int64_t kMaxIndexOnDevice = INT32_MAX / 2;
 
-inline bool is_size(int64_t value, int64_t multiple) { return value >= 0 && value <= kMostPlaces && value % multiple == 0; }
+inline bool is_size(int64_t value, int64_t multiple) { return value >= 0 && value <= kMaxIndexOnDevice && value % multiple == 0; }
 
 inline bool is_16_bytes(const void* array) { return array != nullptr && reinterpret_cast<uintptr_t>(array) % 16 == 0; }
 

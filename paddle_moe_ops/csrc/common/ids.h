@@ -13,7 +13,7 @@ namespace pmo {
 
 inline bool is_id_kind(int32_t kind) { return kind == PMO_ROUTING_IDS32 || kind == PMO_ROUTING_IDS64; }
 
-// Whether an array that must hold `count` numbers is there, and aligned to them.
+// True if an array of `count` ids is present and aligned.
 inline bool is_id_array(const void* ids, int32_t kind, int64_t count) {
   const uintptr_t id_size = kind == PMO_ROUTING_IDS64 ? sizeof(int64_t) : sizeof(int32_t);
   return count == 0 || (ids != nullptr && reinterpret_cast<uintptr_t>(ids) % id_size == 0);

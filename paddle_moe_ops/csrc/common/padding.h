@@ -1,10 +1,10 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Which rows of a permuted buffer belong to which expert, and which are padding: the same on every backend.
+// Segments of a permuted buffer: rows of each expert and padding rows, the same on every backend.
 //
-// The buffer is a sequence of segments, one per expert: the rows routed to the expert, then padding up to a multiple of the alignment. Rows
-// after the last segment are padding as well. A buffer may be too small: what lies at or beyond its end is dropped.
+// The buffer is a sequence of segments, one per expert: the rows routed to the expert, then padding up to a multiple of the
+// alignment. Rows after the last segment are padding as well. A buffer may be too small: rows at or beyond its end are dropped.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace pmo {
 
-// Rows of the segment of an expert that has `routed` rows. Without padding there is no division, which takes GPUs long.
+// Length of the segment of an expert with `routed` rows. Without padding there is no division, which is slow on GPUs.
 template <typename Index>
 PMO_ANYWHERE constexpr Index segment_rows(Index routed, Index padding_alignment) {
   return padding_alignment == 1 ? routed : round_up(routed, padding_alignment);
@@ -26,7 +26,7 @@ PMO_ANYWHERE constexpr Index within_buffer(Index row, Index num_rows) {
   return row < num_rows ? row : num_rows;
 }
 
-// Of `count` rows from `start` on, those that lie inside the buffer.
+// Number of rows inside the buffer among `count` rows from `start` on.
 template <typename Index>
 PMO_ANYWHERE constexpr Index rows_inside(Index start, Index count, Index num_rows) {
   return within_buffer(start + count, num_rows) - within_buffer(start, num_rows);
@@ -43,10 +43,10 @@ int64_t each_segment(int64_t num_experts, int64_t padding_alignment, Segment seg
   return start;
 }
 
-// Whether a row is padding, by its entry in row_to_token.
+// True for the row_to_token entry of a padding row.
 PMO_ANYWHERE constexpr bool is_padding(int64_t token) { return token < 0; }
 
-// Writes what the maps of a routing hold for `count` padding rows. `Maps` has the fields of pmo_route_params.
+// Writes the map entries of `count` padding rows. `Maps` has the fields of pmo_route_params.
 template <typename Maps>
 PMO_ANYWHERE void mark_padding(const Maps& maps, int64_t first, int64_t count) {
   const auto fill = [&](auto* map, auto value) {
@@ -58,7 +58,7 @@ PMO_ANYWHERE void mark_padding(const Maps& maps, int64_t first, int64_t count) {
   fill(maps.row_probs, 0.0f);
 }
 
-// Whether the padding of the rows or of the scales is to be zeroed. `Params` are those of permute or quantize.
+// True if the padding of `part` is to be zeroed. `Params` are those of permute or quantize.
 template <typename Params>
 PMO_ANYWHERE bool fills(const Params& p, pmo_fill part) {
   return (p.fill & part) != 0;

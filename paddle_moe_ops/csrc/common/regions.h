@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Where things are in the regions of pmo/ranks.h, on hosts and GPUs.
+// Layout of the regions of pmo/ranks.h, for the host and the GPU.
 #pragma once
 
 #include <cmath>
@@ -40,14 +40,14 @@ PMO_ANYWHERE inline int32_t rank_of_slot(const Params& p, int64_t slot) {
   return static_cast<int32_t>(static_cast<uint32_t>(id) / static_cast<uint32_t>(p.experts_per_rank));
 }
 
-// How many of a token's slots are at a rank.
+// Number of a token's slots at a rank.
 PMO_ANYWHERE inline int32_t slots_at_rank(const pmo_rank_plan_params& p, int64_t token, int32_t rank) {
   int32_t slots = 0;
   for (int64_t k = 0; k < p.topk; ++k) slots += rank_of_slot(p, token * p.topk + k) == rank;
   return slots;
 }
 
-// The expert of a slot, counted once for a token; -1 for what is no id or repeats one.
+// Expert of a slot, or -1 if it is no expert or an earlier slot of the token names it.
 PMO_ANYWHERE inline int64_t first_choice(const pmo_rank_plan_params& p, int64_t token, int64_t k) {
   const int64_t id = id_at(p.ids, p.ids_kind, token * p.topk + k);
   if (id < 0 || id >= p.num_ranks * p.experts_per_rank) return -1;
@@ -58,7 +58,7 @@ PMO_ANYWHERE inline int64_t first_choice(const pmo_rank_plan_params& p, int64_t 
 }
 
 // Columns of token_rows.
-PMO_ANYWHERE inline int64_t most_rows(int64_t num_ranks, int64_t topk) { return num_ranks < topk ? num_ranks : topk; }
+PMO_ANYWHERE inline int64_t max_rows_per_token(int64_t num_ranks, int64_t topk) { return num_ranks < topk ? num_ranks : topk; }
 
 // Records a slot of the token that is number `place` of a region, which may be on another GPU.
 PMO_ANYWHERE inline void record_slot(const pmo_rank_plan_params& p, int64_t token, int64_t k, int64_t rank, int64_t place) {
@@ -68,7 +68,7 @@ PMO_ANYWHERE inline void record_slot(const pmo_rank_plan_params& p, int64_t toke
   records.probs[place * p.topk + k] = p.probs[token * p.topk + k];
 }
 
-// Element `slot` of what arrived, [P * S, K]: its id and probability, and with a row's first its row.
+// Reads element `slot` of the received records [P * S, K]: its id and probability, and the row with the row's first slot.
 PMO_ANYWHERE inline void read_record(const pmo_rank_records_params& p, int64_t slot) {
   // Slots fit 32 bits, in which a GPU divides fast.
   const auto topk = static_cast<uint32_t>(p.topk), number = static_cast<uint32_t>(slot);
@@ -76,7 +76,7 @@ PMO_ANYWHERE inline void read_record(const pmo_rank_records_params& p, int64_t s
   const uint32_t row_of_rank = row - rank * static_cast<uint32_t>(p.rows_per_rank), k = number - row * topk;
   const Records records(p.records, p.region_bytes, rank, p.rows_per_rank, p.topk);
   const int64_t place = int64_t{row_of_rank} * p.topk + k;
-  // All three are asked for at once. What follows the last record means nothing.
+  // All three loads are in flight together. Values after the last record are undefined.
   const int32_t count = *records.count, stored = records.ids[place];
   const float prob = records.probs[place];
   const bool is_token = row_of_rank < static_cast<uint32_t>(count);
@@ -87,10 +87,10 @@ PMO_ANYWHERE inline void read_record(const pmo_rank_records_params& p, int64_t s
   p.probs[slot] = is_marked(p.mark) ? NAN : here ? prob : 0.0f;
 }
 
-// The number within its region of the row that a slot's token has at the rank of the slot's expert, -1 if it has none there.
+// Index within the region of the row of a slot's token at `rank`, the rank of the slot's expert; -1 if there is none.
 template <class Params>
 PMO_ANYWHERE inline int64_t place_of_slot(const Params& p, int64_t slot, int32_t rank) {
-  const int64_t token = slot / p.topk, columns = most_rows(p.num_ranks, p.topk);
+  const int64_t token = slot / p.topk, columns = max_rows_per_token(p.num_ranks, p.topk);
   if (rank < 0) return -1;
   for (int64_t column = 0; column < columns; ++column) {
     const int64_t place = p.token_rows[token * columns + column] - rank * p.rows_per_rank;
@@ -109,7 +109,7 @@ PMO_ANYWHERE inline float value_of_slot(const pmo_rank_values_params& p, int64_t
   return reinterpret_cast<const float*>(region)[place * p.topk + slot % p.topk];
 }
 
-// The place of a row of the plan.
+// Position of a row of the plan.
 PMO_ANYWHERE inline int32_t place_of_row(const pmo_rank_rows_params& p, int64_t row) {
   const int64_t slot = p.row_to_slot[row];
   const int32_t rank = slot < 0 || slot >= p.num_tokens * p.topk ? -1 : rank_of_slot(p, slot);
@@ -117,7 +117,7 @@ PMO_ANYWHERE inline int32_t place_of_row(const pmo_rank_rows_params& p, int64_t 
   return place < 0 ? -1 : static_cast<int32_t>((rank * p.rows_per_rank + place) * p.topk + slot % p.topk);
 }
 
-// Whether the receiver of row i of a region fetches it; those that it fetches lie evenly among the others.
+// True if the receiver fetches row i of a region. Fetched rows are evenly spaced among the others.
 PMO_ANYWHERE inline bool is_fetched(uint32_t i, int64_t fetched) {
   const auto every = static_cast<uint32_t>(fetched);
   return i % PMO_FETCHED_PERIOD * every % PMO_FETCHED_PERIOD < every;
@@ -128,36 +128,37 @@ PMO_ANYWHERE inline bool runs_backward(const pmo_rank_barrier_params& p, int64_t
   return (p.forward_calls[rank * PMO_CALL_WORDS + PMO_CALL_WORDS - 1] & p.gradient) != 0;
 }
 
-// Word `i` of the call in a region of the barrier, which holds one for each of two turns: a rank may be one turn ahead.
-PMO_ANYWHERE inline int32_t* call_word(const void* regions, int64_t region_bytes, int64_t rank, uint32_t turn, int i) {
+// Word `i` of the call in a region of the barrier, which holds two calls by the parity of the round: a rank may be one round
+// ahead.
+PMO_ANYWHERE inline int32_t* call_word(const void* regions, int64_t region_bytes, int64_t rank, uint32_t round, int i) {
   char* region = const_cast<char*>(static_cast<const char*>(regions)) + rank * region_bytes;
-  return reinterpret_cast<int32_t*>(region + 64) + turn % 2 * PMO_CALL_WORDS + i;
+  return reinterpret_cast<int32_t*>(region + 64) + round % 2 * PMO_CALL_WORDS + i;
 }
 
-// A row of a window that there is.
-struct WindowRow {
+// Rank and index within the region of an existing row of a symmetric buffer.
+struct RegionRow {
   uint32_t rank, place;
 
   template <class Params>
-  PMO_ANYWHERE WindowRow(const Params& p, int32_t row) {
+  PMO_ANYWHERE RegionRow(const Params& p, int32_t row) {
     const auto rows = static_cast<uint32_t>(p.rows_per_rank), number = static_cast<uint32_t>(row);
     rank = number / rows;
     place = number - rank * rows;
   }
 };
 
-// Where rank_send puts a row; null: nowhere.
+// Address to which rank_send stores a row; null: the row is not stored.
 PMO_ANYWHERE inline char* sent_to(const pmo_rank_send_params& p, int32_t row, int64_t row_bytes) {
   if (row < 0 || row >= p.num_ranks * p.rows_per_rank) return nullptr;
-  const WindowRow at(p, row);
+  const RegionRow at(p, row);
   void* const array = at.rank == p.rank ? p.own : is_fetched(at.place, p.fetched) ? p.arrived : p.peers;
   return array == nullptr ? nullptr : static_cast<char*>(array) + row * row_bytes;
 }
 
-// Where rank_receive finds a row that there is; null: in the output.
+// Address from which rank_receive loads an existing row; null: the output already holds it.
 PMO_ANYWHERE inline const char* received_from(const pmo_rank_receive_params& p, int32_t row, int64_t row_bytes,
                                               int64_t own_stride) {
-  const WindowRow at(p, row);
+  const RegionRow at(p, row);
   if (at.rank == p.rank) return p.own == nullptr ? nullptr : static_cast<const char*>(p.own) + row * own_stride;
   return static_cast<const char*>(is_fetched(at.place, p.fetched) ? p.peers : p.arrived) + row * row_bytes;
 }

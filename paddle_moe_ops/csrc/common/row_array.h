@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The arrays that permute moves: the rows and their scales.
+// The arrays that permute copies: rows and their scales.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace pmo {
 
-// Lines of `source`, one per token, that go to lines of `target`. Empty if there is nothing to move.
+// Lines of `source`, one per token, that are copied to lines of `target`. Empty if there is nothing to copy.
 struct RowArray {
   const char* source = nullptr;
   char* target = nullptr;

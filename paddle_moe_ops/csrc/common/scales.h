@@ -33,7 +33,7 @@ struct ScaleLayout {
   }
 };
 
-// Whether rows follow a map; without one, row t is token t.
+// True if rows follow a map; without one, row t is token t.
 inline bool has_row_map(const pmo_quantize_params& p) { return p.slot_to_row != nullptr || p.num_tokens * p.topk == 0; }
 
 }  // namespace pmo

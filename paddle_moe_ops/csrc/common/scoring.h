@@ -1,7 +1,8 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The arithmetic of routers. It gives the same bits on hosts and GPUs: plain float32 operations, none of them fused, none from a library.
+// Arithmetic of routers, with the same bits on the host and the GPU: plain float32 operations, none of them fused, none from a
+// library.
 #pragma once
 
 #include <cstdint>
@@ -32,8 +33,8 @@ PMO_ANYWHERE inline int32_t magnitude_of(float value) { return static_cast<int32
 
 constexpr int32_t kInfinityBits = 0x7F800000;
 
-// exp(-|x|), to two units in the last place; NaN stays NaN. -|x| = n ln(2) + r with |r| <= ln(2) / 2; the Taylor polynomial of exp(r) is
-// off by less than 6e-9, and 2^n is multiplied in two steps, so that subnormal results are rounded once.
+// exp(-|x|), to two units in the last place; NaN stays NaN. -|x| = n ln(2) + r with |r| <= ln(2) / 2; the Taylor polynomial of
+// exp(r) is off by less than 6e-9, and 2^n is multiplied in two steps, so that subnormal results are rounded once.
 PMO_ANYWHERE inline float exp_minus(float x) {
   constexpr float kLog2E = 0x1.715476p0f;
   constexpr float kLn2High = 0x1.62e4p-1f, kLn2Low = 0x1.7f7d1cp-20f;  // n * kLn2High is exact
@@ -70,11 +71,12 @@ PMO_ANYWHERE inline float sigmoid_slope(float x) {
   return e / (sum * sum);
 }
 
-// What weights with this sum are divided by. Sigmoid scores can all underflow to zero, and stay so; NaN stays NaN. The sum can be
+// Divisor of weights with this sum. Sigmoid scores can all underflow to zero, and stay so; NaN stays NaN. The sum can be
 // subnormal. Then 1 / sum overflows, but weight / sum does not: gradients multiply by the latter.
 PMO_ANYWHERE inline float divisor_of(float sum) { return sum == 0.0f ? 1.0f : sum; }
 
-// The order of choice as integers: higher is chosen first. NaN is above all numbers, the zeros are equal, and 0 is no value's key.
+// The order of choice as integers: higher is chosen first. NaN is above all numbers, the zeros are equal, and 0 is no value's
+// key.
 constexpr uint32_t kNanKey = 0xFFFFFFFEu;
 
 PMO_ANYWHERE inline uint32_t key_of(float value) {

@@ -37,7 +37,7 @@ int guarded(Body body) noexcept {
   }
 }
 
-// What every *_cpu entry point does around its body.
+// Common frame of the *_cpu entry points: checks the pointer, turns exceptions into a status.
 template <typename Params, typename Body>
 int run_cpu(const Params* params, void* stream, Body body) noexcept {
   if (params == nullptr) return fail(PMO_INVALID_ARGUMENT, "params must be given");

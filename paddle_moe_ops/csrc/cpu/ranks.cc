@@ -23,7 +23,7 @@ namespace {
 // One serial pass: the order of tokens is that of rows, and what travels beside this is larger by far.
 int plan(const pmo_rank_plan_params& p) {
   if (const int status = check_rank_plan(p)) return status;
-  const int64_t columns = most_rows(p.num_ranks, p.topk);
+  const int64_t columns = max_rows_per_token(p.num_ranks, p.topk);
   std::vector<int32_t> counts(p.num_ranks, 0);
   if (p.row_to_token != nullptr) std::fill(p.row_to_token, p.row_to_token + p.num_ranks * p.rows_per_rank, -1);
   std::fill(p.routed, p.routed + p.num_ranks * p.experts_per_rank, 0);

@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Functions of the CUDA driver, which this library is not linked with.
+// Functions of the CUDA driver, looked up at run time: this library is not linked with libcuda.
 #pragma once
 
 #include <cuda.h>
@@ -10,7 +10,7 @@
 namespace pmo {
 namespace cuda {
 
-// The driver's function of that name as CUDA `version` has it, or null if the driver is older.
+// The driver function `name` with the signature of CUDA `version`, or null if the driver is older.
 template <typename Function>
 Function driver_function(const char* name, unsigned version) {
   void* found = nullptr;

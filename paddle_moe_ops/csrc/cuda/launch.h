@@ -1,8 +1,8 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The host's side of a launch: grids, errors, workspaces. Includes no device code, so that tests compile it with a CUDA runtime of their
-// own.
+// Host side of a launch: grids, errors, workspaces. Contains no device code, so that tests compile it with a CUDA runtime of
+// their own.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,12 +13,13 @@
 
 #include "common/arithmetic.h"
 #include "common/status.h"
-#include "cuda/limits.h"
+#include "cuda/device_limits.h"
 
 namespace pmo {
 namespace cuda {
 
-// What a launch or any other call returns when an earlier kernel failed. The GPU's context is lost then: every later call returns it too.
+// True for errors of earlier kernels, which any later call reports. The CUDA context is lost: every later call returns the same
+// error.
 inline bool is_of_earlier_work(cudaError_t error) {
   switch (error) {
     case cudaErrorECCUncorrectable:
@@ -50,12 +51,12 @@ inline std::string capability_text() {
          dotted(10 * major + minor);
 }
 
-// Clears the thread's last error if it is the one given. An error that other code left stays.
+// Clears the thread's last error if it is `error`. Another one, left by other code, stays.
 inline void forget(cudaError_t error) {
   if (cudaPeekAtLastError() == error) cudaGetLastError();
 }
 
-// The status of a call that returned `error`.
+// Status of a CUDA call that returned `error`.
 inline int cuda_status(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return PMO_OK;
   forget(error);
@@ -66,7 +67,7 @@ inline int cuda_status(cudaError_t error, const char* what) {
   return fail(PMO_INTERNAL, text);
 }
 
-// The limits of the current device, and its number.
+// Index and limits of the current device.
 inline int current_device(int* device, DeviceLimits* limits) {
   static OncePerDevice<DeviceLimits> known;
   if (const int status = cuda_status(cudaGetDevice(device), "cudaGetDevice")) return status;
@@ -87,7 +88,7 @@ inline int current_device(int* device, DeviceLimits* limits) {
   });
 }
 
-// An attribute of kernels of one kind, which is set once on each device and stays.
+// A kernel attribute that is set once per device.
 template <cudaFuncAttribute kAttribute>
 class KernelAttribute {
  public:
@@ -104,8 +105,8 @@ class KernelAttribute {
   OncePerDevice<bool> is_set_;
 };
 
-// Kernels of one kind may have `bytes` of dynamic shared memory on a device from now on. Set once and as high as it will ever be needed:
-// set to what each launch needs, another thread could lower it between this and the launch.
+// Limit of a kernel's dynamic shared memory on a device. It is set once, to the largest value that any launch needs: if each
+// launch set its own, another thread could lower it before the launch.
 class SharedMemoryLimit : KernelAttribute<cudaFuncAttributeMaxDynamicSharedMemorySize> {
  public:
   template <typename... Parameters>
@@ -114,14 +115,14 @@ class SharedMemoryLimit : KernelAttribute<cudaFuncAttributeMaxDynamicSharedMemor
   }
 };
 
-// The shape of a launch. In a cooperative one all blocks are resident and may wait for each other.
+// Launch configuration. In a cooperative launch all CTAs are resident and may synchronise.
 struct Grid {
   dim3 blocks, threads;
   size_t shared_bytes = 0;
   bool cooperative = false;
 };
 
-// Launches, and returns the error of this launch alone: that of <<<>>> can only be asked for together with what others left.
+// Launches, and returns the error of this launch alone. With <<<>>> it would be mixed with errors that other code left.
 template <typename... Parameters, typename... Arguments>
 cudaError_t try_launch(void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream, Arguments&&... arguments) {
   cudaLaunchAttribute attribute = {};
@@ -142,7 +143,7 @@ int launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, cu
   return cuda_status(try_launch(kernel, grid, stream, std::forward<Arguments>(arguments)...), name);
 }
 
-// Blocks for a loop over `items` with a grid stride: enough to cover them, at most `limit`.
+// CTAs of a grid-stride loop over `items`: enough to cover them, at most `limit`.
 inline unsigned grid_for(int64_t items, int64_t items_per_block, int64_t limit = int64_t{1} << 20) {
   const int64_t blocks = divide_up(items, items_per_block);
   return static_cast<unsigned>(blocks < limit ? blocks : limit);
@@ -150,9 +151,9 @@ inline unsigned grid_for(int64_t items, int64_t items_per_block, int64_t limit =
 
 constexpr int64_t kMaxBlocksOfGrid = INT32_MAX;
 
-// Calls run(first, count) for ranges of [0, tokens), for kernels without a loop over a grid's stride: one range, unless the blocks of all
-// tokens are too many for a grid. Also calls it for no tokens, once. `warps_of_token` is at most the warps of such a grid, in which
-// `other_blocks` have no token.
+// Calls run(first, count) for ranges of [0, tokens), for kernels without a grid-stride loop: one range unless the CTAs of all
+// tokens exceed a grid. Calls it once for no tokens. A grid has `other_blocks` CTAs without tokens; `warps_of_token` is at most
+// the number of its other warps.
 template <typename Run>
 int in_grids(int64_t tokens, int64_t warps_of_token, int64_t warps_of_block, Run run, int64_t other_blocks = 0) {
   const int64_t most = (kMaxBlocksOfGrid - other_blocks) * warps_of_block / warps_of_token;
@@ -163,14 +164,14 @@ int in_grids(int64_t tokens, int64_t warps_of_token, int64_t warps_of_block, Run
   }
 }
 
-// What every *_cuda entry point does around its body.
+// Common frame of the *_cuda entry points: checks the pointer, turns exceptions into a status.
 template <typename Params, typename Body>
 int run_cuda(const Params* params, void* stream, Body body) noexcept {
   if (params == nullptr) return fail(PMO_INVALID_ARGUMENT, "params must be given");
   return guarded([&] { return body(*params, static_cast<cudaStream_t>(stream)); });
 }
 
-// Hands out aligned pieces of a workspace; with a null base it only adds up their sizes.
+// Bump allocator over a workspace, 256-byte aligned; with a null base it only adds up sizes.
 class Workspace {
  public:
   explicit Workspace(void* base) : base_(static_cast<char*>(base)) {}
@@ -193,7 +194,7 @@ class Workspace {
 }  // namespace cuda
 }  // namespace pmo
 
-// Returns from the calling function when a CUDA call failed.
+// Returns from the calling function if a CUDA call fails.
 #define PMO_CUDA(call)                                                                       \
   do {                                                                                       \
     if (const int pmo_status_ = ::pmo::cuda::cuda_status((call), #call)) return pmo_status_; \

@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Wide accesses to rows of any width, and conversions to and from float32.
+// Vector accesses of up to 16 bytes to rows of any width, and conversion of elements to and from float32.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,7 +17,7 @@
 namespace pmo {
 namespace cuda {
 
-// The type that moves `kBytes` bytes in one access.
+// Type of a kBytes-byte access.
 template <int kBytes>
 struct AccessOf;
 template <>
@@ -43,7 +43,7 @@ struct AccessOf<1> {
 template <int kBytes>
 using Vector = typename AccessOf<kBytes>::Type;
 
-// The widest access, up to 16 bytes, that divides every address and length given.
+// Widest access, up to 16 bytes, that divides all addresses and lengths.
 inline int widest_access(std::initializer_list<uintptr_t> values) {
   uintptr_t all = 16;
   for (const uintptr_t value : values) all |= value;
@@ -54,13 +54,13 @@ inline int widest_access(std::initializer_list<uintptr_t> values) {
 
 inline uintptr_t address(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
 
-// The widest access that fits the lines of all tokens, and their rows.
+// Widest access for the source lines of all tokens and for their rows.
 inline int widest_access(const RowArray& array, int64_t num_tokens) {
   return widest_access({address(array.source), address(array.target), static_cast<uintptr_t>(array.row_bytes),
                         num_tokens > 1 ? static_cast<uintptr_t>(array.source_stride) : uintptr_t{0}});
 }
 
-// Calls body(std::integral_constant<int, width>) for the given width.
+// Returns body(std::integral_constant<int, width>()).
 template <typename Body>
 int with_width(int width, Body body) {
   switch (width) {
@@ -95,14 +95,14 @@ struct BFloat16Rows {
   static __device__ __nv_bfloat16 store(float value) { return __float2bfloat16_rn(value); }
 };
 
-// Returns body(Rows()) for a row type that is summed.
+// Returns body(Rows()) for a dtype that is_sum_dtype accepts.
 template <typename Body>
 int with_rows(int32_t dtype, Body body) {
   return with_sum_dtype<Float32Rows, Float16Rows, BFloat16Rows>(dtype, body);
 }
 
-// Returns body(Rows(), width in elements) for such a type and the widest access that fits all of `values`; width 0 says that not even
-// single elements are aligned.
+// Returns body(Rows(), elements per access) for the widest access that divides all of `values`. 0 elements: single elements are
+// not aligned.
 template <typename Body>
 int with_rows(int32_t dtype, std::initializer_list<uintptr_t> values, Body body) {
   return with_rows(dtype, [&](auto rows) {
@@ -113,7 +113,7 @@ int with_rows(int32_t dtype, std::initializer_list<uintptr_t> values, Body body)
   });
 }
 
-// `kWidth` elements of a row as float32: one access.
+// kWidth elements of a row as float32: one access.
 template <typename Rows, int kWidth>
 struct Elements {
   float values[kWidth];
@@ -125,7 +125,7 @@ struct Elements {
     for (int i = 0; i < kWidth; ++i) values[i] = value;
   }
 
-  // values + addend * weight with one rounding
+  // values = fma(addend, weight, values)
   __device__ void add(const Elements& addend, float weight) {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) values[i] = __fmaf_rn(addend.values[i], weight, values[i]);
@@ -138,7 +138,7 @@ struct Elements {
     return product;
   }
 
-  // sum plus the products with `other`, one after another
+  // sum + the dot product with `other`, fma by fma in element order
   __device__ float dot(const Elements& other, float sum) const {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) sum = __fmaf_rn(values[i], other.values[i], sum);

@@ -1,12 +1,12 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// What every operator of the C core shares: status codes, element types, the error text, the CPU threads.
+// Common parts of the C core: status codes, element types, the error text, the CPU threads.
 //
 // Conventions of the ABI: one plain struct per operator that begins with its own size, raw pointers, int64 sizes, strides in
 // elements. Nothing is allocated (ask the _workspace_bytes query first), no exception crosses the boundary. The only state is the
-// CPU thread pool, the limit of the instruction set, what has been found out about each GPU, and the thread-local text of the last
-// error. `stream` is a cudaStream_t for the *_cuda entry points and must be NULL for the *_cpu ones.
+// CPU thread pool, the limit of the instruction set, what has been found out about each GPU, and the thread-local text of the
+// last error. `stream` is a cudaStream_t for the *_cuda entry points and must be NULL for the *_cpu ones.
 #pragma once
 
 #include <stdint.h>
@@ -33,7 +33,7 @@ typedef enum pmo_dtype {
   PMO_INT32 = 5,
 } pmo_dtype;
 
-// Bits of the `checks` field: what to look for in the data. A check that is off costs nothing; the bad value then counts as -1.
+// Bits of the `checks` field: checks of the data. A check that is off costs nothing; the bad value then counts as -1.
 typedef enum pmo_check {
   PMO_CHECK_RANGE = 1,       // expert ids outside [-1, E), rows outside [-1, N), more than topk experts in a mask row
   PMO_CHECK_DUPLICATES = 2,  // an expert twice in a token's slots, a row twice in a rowmap
@@ -57,7 +57,8 @@ typedef enum pmo_cpu_isa {
   PMO_CPU_AVX512 = 2,   // F, BW and VL
 } pmo_cpu_isa;
 
-// The best instruction set that the CPU operators may use from the next call on. A larger value than the last one lifts the limit.
+// The best instruction set that the CPU operators may use from the next call on. A larger value than the last one lifts the
+// limit.
 PMO_API void pmo_set_max_cpu_isa(int32_t isa);
 
 // The one that they use: the best within the limit that this processor has.

@@ -1,13 +1,14 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Products of each expert's rows and its matrix, and the gradients of the matrices, on GPUs of compute capability 9.0.
+// Grouped GEMM (forward and dgrad) and grouped wgrad for GPUs of compute capability 9.0.
 //
-// M rows in all, those of expert e from first[e] to stop[e] - 1. All arrays are of `dtype` (float16 or bfloat16) unless their type says
-// otherwise; sums are float32, in ascending order of the contraction. Nothing else depends on how the work is cut, so the bits don't.
+// M rows in all; expert e has rows first[e] to stop[e] - 1. All arrays are of `dtype` (float16 or bfloat16) unless their type
+// says otherwise. Accumulation is float32, in ascending order of K. The bits of the results do not depend on the tiling.
 //
-// Tiles of `tile_rows` rows are listed expert by expert: tiles[e] come before those of expert e, tiles[E] are all. A launch makes those from
-// window[0] to window[1] - 1. These tables are read on the device, so the host needs no numbers of rows.
+// Tiles of `tile_rows` rows are listed expert by expert: tiles[e] tiles precede those of expert e, tiles[E] is their number. A
+// launch computes tiles window[0] to window[1] - 1. Kernels read these tables on the device, so the host needs no numbers of
+// rows.
 #pragma once
 
 #include "pmo/base.h"
@@ -22,29 +23,28 @@ extern "C" {
 #define PMO_GROUPED_TURNED_ROWS 160
 
 typedef enum pmo_grouped_result {
-  PMO_GROUPED_PLAIN = 0,     // out [M, width] = weights[r] * the sums
-  PMO_GROUPED_GATED = 1,     // hidden [M, outer] = the sums, if it is given; out [M, outer / 2] = SwiGLU of its halves
-  PMO_GROUPED_GRADIENT = 2,  // the sums are gradients of weights[r] * SwiGLU(hidden[r]); hidden becomes the gradient of itself,
-                             // out [M, outer] = weights[r] * SwiGLU, d_weights = the dot products of SwiGLU and the sums
+  PMO_GROUPED_PLAIN = 0,     // out [M, width] = weights[r] * Y
+  PMO_GROUPED_GATED = 1,     // hidden [M, outer] = Y, if it is given; out [M, outer / 2] = SwiGLU of its halves
+  PMO_GROUPED_GRADIENT = 2,  // Y is the gradient of weights[r] * SwiGLU(hidden[r]); hidden is replaced by its gradient,
+                             // out [M, outer] = weights[r] * SwiGLU, d_weights = dot products of SwiGLU and Y
 } pmo_grouped_result;
 
-// The sums are those of row r of x times the expert's matrix, columns from first_column on. Rows of x after an expert's may hold
-// anything.
+// Y[r] = x[r] times the expert's matrix, columns from first_column on. Rows of x that no expert has may hold anything.
 typedef struct pmo_grouped_product_params {
   int64_t struct_size;
   int64_t num_rows;             // M
   int64_t num_sources;          // rows of x
   int64_t num_experts;          // E
-  int64_t inner;                // length of the contraction, a multiple of 8
+  int64_t inner;                // K, a multiple of 8
   int64_t outer;                // columns of a matrix, a multiple of 8
   int64_t first_column;         // 0 unless the result is plain
   int64_t width;                // columns of out, a multiple of 8
   int64_t first_row;            // x begins with this row, unless rows are gathered
-  int64_t window_rows;          // the most rows that tiles of the window begin in
+  int64_t window_rows;          // upper bound on the rows of the launch's tiles
   const void* x;                // [num_sources, inner], at a multiple of 16 bytes
   int64_t x_row_stride;         // a multiple of 8
   const void* matrix;           // [E, inner, outer], or [E, outer, inner] with `transpose`
-  const int32_t* row_to_token;  // [M] or NULL: in a gradient, the results of rows with a negative one are zeros
+  const int32_t* row_to_token;  // [M] or NULL: with GRADIENT, rows with a negative entry give zeros
   const float* weights;         // [M] or NULL
   const int32_t* first;         // [E]
   const int32_t* stop;          // [E]
@@ -52,14 +52,14 @@ typedef struct pmo_grouped_product_params {
   const int32_t* window;        // [2]
   void* out;
   void* hidden;       // [M, 2 * width] or NULL
-  int32_t* counters;  // [2], zeros, which they are again after the launch; not read in tiles of PMO_GROUPED_TILE_ROWS rows
-  float* d_weights;   // [M, width / 128, rounded up] or NULL; their sums by row are the gradients of the weights
+  int32_t* counters;  // [2] zeros, and zeros again after the launch; not used with tiles of PMO_GROUPED_TILE_ROWS rows
+  float* d_weights;   // [M, width / 128, rounded up] or NULL; sums of its rows are the gradients of the weights
   int32_t dtype;
   int32_t result;
   int32_t transpose;
-  int32_t tile_rows;     // PMO_GROUPED_TURNED_ROWS, or PMO_GROUPED_TILE_ROWS for another kernel, whose results are plain
-  int32_t gathers;       // not 0: row r is x[row_to_token[r]], zeros where x has no such row; not plain
-  int32_t tile_columns;  // PMO_GROUPED_TILE_COLUMNS or PMO_GROUPED_WIDE_COLUMNS, in tiles of PMO_GROUPED_TILE_ROWS rows
+  int32_t tile_rows;     // PMO_GROUPED_TURNED_ROWS: swap-AB kernel; PMO_GROUPED_TILE_ROWS: ping-pong kernel, PLAIN only
+  int32_t gathers;       // not 0: row r is x[row_to_token[r]], zeros if x has no such row; not with PLAIN
+  int32_t tile_columns;  // of the ping-pong kernel: PMO_GROUPED_TILE_COLUMNS or PMO_GROUPED_WIDE_COLUMNS
 } pmo_grouped_product_params;
 
 PMO_API int pmo_grouped_product_cuda(const pmo_grouped_product_params* params, void* stream);
@@ -70,9 +70,9 @@ typedef enum pmo_grouped_gathered {
   PMO_GROUPED_GATHERS_Q = 2,
 } pmo_grouped_gathered;
 
-// out[e][first_p + i, first_q + j] = the sum of p[r, i] q[r, j] over the rows r of expert e, in float32, rounded once. Without rows it is 0.
-// Rows that no expert has may hold anything. An operand that is gathered holds the tokens, num_sources of them: its row r is token
-// row_to_token[r], or zeros where that is none.
+// Wgrad: out[e][first_p + i, first_q + j] = sum of p[r, i] q[r, j] over the rows r of expert e, in float32, rounded once; 0
+// without rows. Rows that no expert has may hold anything. A gathered operand holds num_sources tokens: its row r is token
+// row_to_token[r], or zeros if there is no such token.
 typedef struct pmo_grouped_outer_params {
   int64_t struct_size;
   int64_t num_rows;     // M
@@ -90,16 +90,16 @@ typedef struct pmo_grouped_outer_params {
   const int32_t* first;         // [E], not negative
   const int32_t* stop;          // [E]
   void* out;                    // [E, out_rows, out_columns], at a multiple of 16 bytes
-  int64_t num_sources;          // rows of what is gathered
-  const int32_t* row_to_token;  // [M], if something is gathered
-  int32_t* counters;            // [2], zeros, which they are again after the launch
+  int64_t num_sources;          // rows of the gathered operand
+  const int32_t* row_to_token;  // [M], with a gathered operand
+  int32_t* counters;            // [2] zeros, and zeros again after the launch
   int32_t dtype;
   int32_t gathered;  // pmo_grouped_gathered
 } pmo_grouped_outer_params;
 
 PMO_API int pmo_grouped_outer_cuda(const pmo_grouped_outer_params* params, void* stream);
 
-// Whether this library has the kernels: compilers before CUDA 12 cannot make them.
+// 1 if this library contains the kernels, which need CUDA 12 or newer to compile; else 0.
 PMO_API int32_t pmo_grouped_product_cuda_is_built(void);
 
 #ifdef __cplusplus

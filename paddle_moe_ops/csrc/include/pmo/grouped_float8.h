@@ -1,10 +1,10 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Products of each expert's float8 rows and its float8 matrix, on GPUs of compute capability 9.0, and the matrices in float8.
+// Grouped GEMM with float8 rows and matrices for GPUs of compute capability 9.0, and block quantisation of matrices.
 //
-// Codes are float8_e4m3fn. A row has a scale for each 128 columns, a matrix one for each 128 x 128 of its elements; the last group of
-// either may be smaller. Rows, their experts, tiles and the window are those of pmo/grouped.h.
+// Codes are float8_e4m3fn. A row has one scale per 128 columns, a matrix one per block of 128 x 128 elements; the last group of
+// either may be smaller. Rows, experts, tiles and window are those of pmo/grouped.h.
 #pragma once
 
 #include "pmo/grouped.h"
@@ -13,48 +13,48 @@
 extern "C" {
 #endif
 
-// The sums are those of row r of x times the expert's matrix, columns from first_column on: the products of codes are added up in float32
-// for each 128 of the contraction, multiplied by both scales, and added to the rest in float32, in ascending order. All other arithmetic
-// is that of pmo_grouped_product_params, from numbers that were rounded to bfloat16; so are codes and scales of results, by the rule of
-// pmo_quantize_params. Where a gradient reads hidden_codes, it takes code times scale, rounded to bfloat16, for a number of hidden, and its
-// own codes and scales may be written over those.
+// Y[r] = x[r] times the expert's matrix, columns from first_column on. Products of codes are accumulated in float32 over 128 of
+// K, multiplied by both scales and added to a float32 accumulator, in ascending order of K. Epilogues are those of
+// pmo_grouped_product_params, from values rounded to bfloat16. Codes and scales of results follow the rule of
+// pmo_quantize_params, from values rounded to bfloat16. If GRADIENT reads hidden_codes, an element of hidden is code * scale,
+// rounded to bfloat16; its own codes and scales may overwrite those.
 typedef struct pmo_grouped_float8_params {
   int64_t struct_size;
   int64_t num_rows;             // M
   int64_t num_sources;          // rows of x
   int64_t num_experts;          // E
-  int64_t inner;                // length of the contraction, a multiple of 16
-  int64_t outer;                // columns of a matrix, a multiple of 8; of 256 if the result is gated, of 128 if it is a gradient
+  int64_t inner;                // K, a multiple of 16
+  int64_t outer;                // columns of a matrix, a multiple of 8; of 256 with GATED, of 128 with GRADIENT
   int64_t first_column;         // a multiple of 128; 0 unless the result is plain
-  int64_t width;                // columns of the sums, half of them if the result is gated, a multiple of 8
+  int64_t width;                // columns of Y, half of them with GATED, a multiple of 8
   int64_t first_row;            // x begins with this row
-  int64_t window_rows;          // the most rows that tiles of the window begin in
+  int64_t window_rows;          // upper bound on the rows of the launch's tiles
   const void* x;                // codes [num_sources, inner], at a multiple of 16 bytes
   const float* x_scales;        // [num_sources, inner / 128, rounded up]
   const void* matrix;           // codes [E, outer, inner], at a multiple of 16 bytes
   const float* matrix_scales;   // [E, outer / 128, rounded up, inner / 128, rounded up]
-  const int32_t* row_to_token;  // [M] or NULL: in a gradient, the results of rows with a negative one are zeros
+  const int32_t* row_to_token;  // [M] or NULL: with GRADIENT, rows with a negative entry give zeros
   const float* weights;         // [M] or NULL
   const int32_t* first;         // [E]
   const int32_t* stop;          // [E]
   const int32_t* tiles;         // [E + 1]
   const int32_t* window;        // [2]
-  void* out;                    // bfloat16 [M, width]; of a gated result it may be NULL
-  void* hidden;                 // bfloat16 [M, 2 * width]; of a gated result it may be NULL, and is with hidden_codes
-  void* hidden_codes;           // [M, 2 * width] or NULL: hidden that a gated result makes and a gradient reads
+  void* out;                    // bfloat16 [M, width]; may be NULL with GATED
+  void* hidden;                 // bfloat16 [M, 2 * width]; may be NULL with GATED, and is NULL with GATED and hidden_codes
+  void* hidden_codes;           // [M, 2 * width] or NULL: hidden in float8, written by GATED and read by GRADIENT
   float* hidden_scales;         // [M, 2 * width / 128], with hidden_codes
-  void* codes;                  // of out if the result is gated, of the new hidden if it is a gradient, or NULL
+  void* codes;                  // of out with GATED, of the new hidden with GRADIENT, or NULL
   float* scales;                // [M, columns of codes / 128], with codes
   float* d_weights;             // [M, width / 128] or NULL
-  int32_t* counters;            // [2], zeros, which they are again after the launch
+  int32_t* counters;            // [2] zeros, and zeros again after the launch
   float amax_min;               // of codes, as in pmo_quantize_params
   int32_t result;               // of pmo_grouped_result
 } pmo_grouped_float8_params;
 
 PMO_API int pmo_grouped_float8_cuda(const pmo_grouped_float8_params* params, void* stream);
 
-// Stacked matrices in float8: one scale for each 128 x 128 elements, by the rule of pmo_quantize_params for all of them. Both forms have
-// the same codes and scales. Moves E * A * B * (itemsize + 1, or + 2 with both forms) bytes.
+// Block quantisation of stacked matrices: one scale per 128 x 128 elements, by the rule of pmo_quantize_params. The transposed
+// form has the same codes and scales. Moves E * A * B * (itemsize + 1, or + 2 with both forms) bytes.
 typedef struct pmo_quantize_blocks_params {
   int64_t struct_size;
   int64_t num_matrices;  // E
@@ -71,7 +71,8 @@ typedef struct pmo_quantize_blocks_params {
 
 PMO_API int pmo_quantize_blocks_cuda(const pmo_quantize_blocks_params* params, void* stream);
 
-// The values of such codes: each times its scale, in float32. For places without products of float8. Any NaN will do.
+// Fake quantisation by 128 x 128 blocks: out = code * scale in float32. For devices without float8 MMAs. The bits of a NaN are
+// unspecified.
 typedef struct pmo_near_blocks_params {
   int64_t struct_size;
   int64_t num_matrices;  // E

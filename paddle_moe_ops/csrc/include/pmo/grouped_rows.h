@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// What products of experts' rows need besides the products: tables of the rows, zeros in rows of no expert, SwiGLU.
+// Row kernels around the grouped GEMMs: tables of experts' rows, zeros in rows of no expert, SwiGLU and dSwiGLU, row sums.
 //
 // M rows in all, E experts. Rows of no expert are those outside all groups.
 #pragma once
@@ -12,8 +12,8 @@
 extern "C" {
 #endif
 
-// Which rows and which tiles of `tile_rows` rows each expert has. A group begins at its offset, or where the one before it
-// ended; it is cut where it overlaps those before it, and at row M. A negative size counts as 0.
+// Tables of the rows of each expert and of its tiles of `tile_rows` rows. A group begins at its offset, or at the end of the
+// previous one. It is cut where it overlaps earlier groups, and at row M. A negative size counts as 0.
 typedef struct pmo_grouped_tables_params {
   int64_t struct_size;
   int64_t num_rows;     // M
@@ -22,8 +22,8 @@ typedef struct pmo_grouped_tables_params {
   const void* offsets;  // [E] of offsets_kind, or NULL: the groups follow each other from row 0 on
   int32_t* first;       // [E] first row
   int32_t* stop;        // [E] the row after the last one
-  int32_t* tiles;       // [E + 1] tiles before those of each expert; all
-  int32_t* window;      // [4] 0, and all tiles; two zeros, which are the counters of products
+  int32_t* tiles;       // [E + 1] tiles before those of each expert; number of all
+  int32_t* window;      // [4] 0 and the number of all tiles; two zeros, the counters of the tile scheduler
   int32_t sizes_kind;
   int32_t offsets_kind;
   int32_t tile_rows;  // 1 or more
@@ -33,13 +33,13 @@ typedef struct pmo_grouped_tables_params {
 PMO_API int pmo_grouped_tables_cpu(const pmo_grouped_tables_params* params, void* stream);
 PMO_API int pmo_grouped_tables_cuda(const pmo_grouped_tables_params* params, void* stream);
 
-// Zeros in rows of no expert.
+// Writes zeros to rows of no expert.
 typedef struct pmo_grouped_clear_params {
   int64_t struct_size;
   int64_t num_rows;      // M
   int64_t num_experts;   // E
   int64_t row_size;      // bytes, a multiple of 16
-  const int32_t* first;  // [E], as pmo_grouped_tables_* makes them
+  const int32_t* first;  // [E], of pmo_grouped_tables_*
   const int32_t* stop;   // [E]
   void* rows;            // [M] rows, at a multiple of 16 bytes
 } pmo_grouped_clear_params;
@@ -47,7 +47,7 @@ typedef struct pmo_grouped_clear_params {
 PMO_API int pmo_grouped_clear_cpu(const pmo_grouped_clear_params* params, void* stream);
 PMO_API int pmo_grouped_clear_cuda(const pmo_grouped_clear_params* params, void* stream);
 
-// act = silu(gate) * up, where hidden[r] is gate and up, n columns each. In float32, rounded once.
+// act = silu(gate) * up in float32, rounded once; hidden[r] is gate and up, n columns each.
 typedef struct pmo_swiglu_params {
   int64_t struct_size;
   int64_t num_rows;    // M
@@ -61,7 +61,7 @@ typedef struct pmo_swiglu_params {
 PMO_API int pmo_swiglu_cpu(const pmo_swiglu_params* params, void* stream);
 PMO_API int pmo_swiglu_cuda(const pmo_swiglu_params* params, void* stream);
 
-// The gradients of weights[r] * act[r], act rounded as above, from their gradient. Rows of no token give zeros, and are not read.
+// Gradient of weights[r] * act[r], act rounded as above. Rows without a token give zeros and are not read.
 typedef struct pmo_swiglu_backward_params {
   int64_t struct_size;
   int64_t num_rows;             // M
@@ -79,7 +79,7 @@ typedef struct pmo_swiglu_backward_params {
 PMO_API int pmo_swiglu_backward_cpu(const pmo_swiglu_backward_params* params, void* stream);
 PMO_API int pmo_swiglu_backward_cuda(const pmo_swiglu_backward_params* params, void* stream);
 
-// out[r] = the sum of the numbers of row r, 0 for a row of no token, which is not read. Always in the same order.
+// out[r] = sum of values[r], in one fixed order; 0 for a row without a token, which is not read.
 typedef struct pmo_row_sums_params {
   int64_t struct_size;
   int64_t num_rows;             // M
@@ -92,21 +92,21 @@ typedef struct pmo_row_sums_params {
 PMO_API int pmo_row_sums_cpu(const pmo_row_sums_params* params, void* stream);
 PMO_API int pmo_row_sums_cuda(const pmo_row_sums_params* params, void* stream);
 
-// What decides whether the products of pmo/grouped.h make a product, and the gradient of its matrices.
+// Facts that decide whether the kernels of pmo/grouped.h support a GEMM and its wgrad.
 typedef struct pmo_grouped_facts {
   int64_t struct_size;
   int64_t num_rows;     // M
   int64_t num_experts;  // E
-  int64_t inner;        // length of the contraction
+  int64_t inner;        // K
   int64_t outer;        // columns of the result
-  int32_t dtype;        // of what is multiplied, a pmo_dtype; PMO_FLOAT8_E4M3FN for the products of pmo/grouped_float8.h
-  int32_t capability;   // as pmo_grouped_capability_cuda gives it
+  int32_t dtype;        // of the operands, a pmo_dtype; PMO_FLOAT8_E4M3FN for the kernels of pmo/grouped_float8.h
+  int32_t capability;   // result of pmo_grouped_capability_cuda
 } pmo_grouped_facts;
 
-// 1 if they do; else 0.
+// 1 if they support it; else 0.
 PMO_API int32_t pmo_grouped_takes(const pmo_grouped_facts* facts);
 
-// Ten times the compute capability of the current GPU, or 0 if it cannot be told or this library has no such products.
+// 10 * major + minor of the current GPU, or 0 if it is unknown or this library lacks the kernels.
 PMO_API int32_t pmo_grouped_capability_cuda(void);
 
 #ifdef __cplusplus

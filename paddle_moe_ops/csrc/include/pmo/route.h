@@ -53,7 +53,7 @@ typedef struct pmo_route_params {
   int32_t* rowmap;             // [T, E] row of the pair, -1 = none (Paddle's zipped_expertwise_rowmap)
 } pmo_route_params;
 
-// What the checks found: the first place of each kind in flat order, PMO_NOWHERE if there is none.
+// Findings of the checks: the first place of each kind in flat order, PMO_NOWHERE if there is none.
 #define PMO_NOWHERE INT64_MAX
 typedef struct pmo_route_findings {
   int64_t bad_place;         // flat slot of an id outside [-1, E); the token for a mask with more than topk experts
@@ -99,8 +99,7 @@ typedef struct pmo_clean_rowmap_params {
   int32_t duplicates;       // FIRST: a repeated id's later slots have no row; EACH: they share the row
   int32_t checks;
   int32_t num_threads;
-  int32_t*
-      token_rows;  // [T, E] usable rows in ascending expert order, then one -1 (the rest: -1 where slots are experts, else undefined)
+  int32_t* token_rows;     // [T, E] rows in ascending expert order, then -1 (all others, if slots are experts; else one)
   int32_t* row_to_token;   // [N], -1 = no token uses the row
   int32_t* slot_to_row;    // [T, K], -1 = none, or NULL
   float* slot_values;      // [T, K] values of the slots' rows, 0 = none; or NULL, and without ids NULL
@@ -120,9 +119,9 @@ typedef struct pmo_rowmap_findings {
   int64_t repeat_first;  // flat place that named it first
 } pmo_rowmap_findings;
 
-// Makes trusted maps of a [T, E] rowmap: entries outside [-1, N), and any but the first (lowest t * E + e) that name a row,
-// count as -1. On CUDA nothing is read back: where checks are wanted the caller copies the pmo_rowmap_findings at the beginning of
-// the workspace to the host and calls pmo_clean_rowmap_report.
+// Trusted maps of a [T, E] rowmap: entries outside [-1, N), and any but the first (lowest t * E + e) that name a row, count
+// as -1. On CUDA nothing is read back: where checks are wanted the caller copies the pmo_rowmap_findings at the beginning of the
+// workspace to the host and calls pmo_clean_rowmap_report.
 PMO_API int pmo_clean_rowmap_cpu(const pmo_clean_rowmap_params* params, void* stream);
 PMO_API int pmo_clean_rowmap_cuda(const pmo_clean_rowmap_params* params, void* stream);
 PMO_API int64_t pmo_clean_rowmap_cuda_workspace_bytes(const pmo_clean_rowmap_params* params);

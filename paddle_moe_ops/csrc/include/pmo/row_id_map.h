@@ -10,9 +10,9 @@
 extern "C" {
 #endif
 
-// Line t of row_id_map [T, 2E + 1]: column 2E is n, the number of the token's rows; columns [0, n) hold these rows, descending, hence by
-// descending expert; columns [E, E + n) hold their experts. With pad_offsets the map counts rows as if no segment were padded: it holds
-// r - pad_offsets[e] for row r of expert e.
+// Line t of row_id_map [T, 2E + 1]: column 2E is n, the number of the token's rows; columns [0, n) hold these rows, descending,
+// hence by descending expert; columns [E, E + n) hold their experts. With pad_offsets the map counts rows as if no segment were
+// padded: it holds r - pad_offsets[e] for row r of expert e.
 typedef struct pmo_row_id_map_params {
   int64_t struct_size;
   int64_t num_tokens;
@@ -27,13 +27,13 @@ typedef struct pmo_row_id_map_params {
   int32_t num_threads;
 } pmo_row_id_map_params;
 
-// row_id_map from the maps of a plan; a token's first E rows at most (more than that it can only have with PMO_DUPLICATES_EACH). The rest of a
-// line is -1.
+// row_id_map from the maps of a plan; a token's first E rows at most (more than that it can only have with PMO_DUPLICATES_EACH).
+// The rest of a line is -1.
 PMO_API int pmo_make_row_id_map_cpu(const pmo_row_id_map_params* params, void* stream);
 PMO_API int pmo_make_row_id_map_cuda(const pmo_row_id_map_params* params, void* stream);
 
-// rowmap from row_id_map. Of a token's entries, those whose expert is outside [0, E) are skipped, and of several at one expert the first
-// counts; n is clamped to [0, E]. Rows are not checked: pmo_clean_rowmap_* does that.
+// rowmap from row_id_map. Entries whose expert is outside [0, E) are skipped. If several entries of a token name one expert, the
+// first one counts. n is clamped to [0, E]. Rows are not checked: pmo_clean_rowmap_* does that.
 PMO_API int pmo_read_row_id_map_cpu(const pmo_row_id_map_params* params, void* stream);
 PMO_API int pmo_read_row_id_map_cuda(const pmo_row_id_map_params* params, void* stream);
 

@@ -1,0 +1,66 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Shared-memory accesses: 16-byte ld.shared and st.shared, ldmatrix, stmatrix, and stores to another CTA of the cluster (sm_90a).
+//
+// ldmatrix and stmatrix move four 8 x 8 matrices of 16-bit elements. Lane l holds two elements of matrix i in word[i], row l / 4
+// and columns l % 4 * 2 and l % 4 * 2 + 1. Lane 8 i + r passes the address of row r of matrix i; with .trans it is the address of
+// column r.
+#pragma once
+
+#include "cuda/ptx/arch.cuh"
+
+namespace pmo {
+namespace cuda {
+
+#ifdef PMO_SM90A
+
+__device__ inline uint4 ld_shared_v4(uint32_t source) {
+  uint4 got;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(got.x), "=r"(got.y), "=r"(got.z), "=r"(got.w)
+               : "r"(source)
+               : "memory");
+  return got;
+}
+
+__device__ inline void st_shared_v4(uint32_t target, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
+// Stores to the same shared address of CTA `rank` of the cluster.
+__device__ inline void st_shared_cluster(const volatile int* target, int value, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %2;\n"
+      "st.shared::cluster.b32 [remote], %1;\n"
+      "}" ::"r"(smem_address(const_cast<const int*>(target))),
+      "r"(value), "r"(rank)
+      : "memory");
+}
+
+__device__ inline void stmatrix_x4(uint32_t address, const uint32_t (&word)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(word[0]), "r"(word[1]),
+               "r"(word[2]), "r"(word[3])
+               : "memory");
+}
+
+__device__ inline void stmatrix_x4_trans(uint32_t address, const uint32_t (&word)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(word[0]),
+               "r"(word[1]), "r"(word[2]), "r"(word[3])
+               : "memory");
+}
+
+// Inverse of stmatrix_x4_trans: the same addresses, the same words.
+__device__ inline void ldmatrix_x4_trans(uint32_t address, uint32_t (&word)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+               : "r"(address)
+               : "memory");
+}
+
+#endif  // PMO_SM90A
+
+}  // namespace cuda
+}  // namespace pmo
