@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Stacked tensors of experts that are gathered from the ranks that share them."""
+"""Checkpoints of models whose experts are spread over ranks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,25 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import paddle
-from paddle import Tensor
+from paddle import Tensor, nn
 from paddle.distributed.communication.group import Group
+from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
 
 from .. import _checks
-from .groups import values_of_ranks
+from .._graphs import without_gradients
+from .agreement import group_of, raising_together, values_of_ranks
+from .parameters import groups_of_experts, is_expert_parameter
 
-__all__ = ["Destination", "Part", "agree_on_parts", "copied", "destination_of", "gather_parts"]
+__all__ = [
+    "Part",
+    "agree_on_parts",
+    "copied",
+    "destination_of",
+    "gather_parts",
+    "gather_state_dict",
+    "shard_state_dict",
+    "without_wrapper",
+]
 
 
 class Part(NamedTuple):
@@ -140,3 +152,128 @@ def _gathered(part: Tensor, group: Group, destination: Destination) -> Tensor | 
 def copied(value: Tensor, destination: Destination) -> Tensor:
     """Return a copy of a tensor in the memory of the destination."""
     return value.cpu() if destination.to_cpu and not value.place.is_cpu_place() else value.clone()
+
+
+def without_wrapper(function: str, layer: Any) -> nn.Layer:
+    """The model that `paddle.DataParallel` or ``fleet.distributed_model`` wrapped, whose states have its names.
+
+    Raises:
+        TypeError: it is not a layer; the message begins with the function's name.
+    """
+    _checks.instance(function, "layer", layer, nn.Layer, "a Layer")
+    while isinstance(layer, (paddle.DataParallel, MetaParallelBase)):
+        layer = layer._layers
+    return layer
+
+
+@without_gradients
+def gather_state_dict(
+    layer: nn.Layer, group: Any = None, *, dst: int | None = None, to_cpu: bool = False
+) -> dict[str, Tensor]:
+    """Gather the state that a model would have in one process, with the experts of all ranks. All ranks must call it.
+
+    Not differentiable. Bit-exact copies; the host waits for the other ranks. Parameters of experts are gathered one
+    after the other.
+
+    Args:
+        layer: the model, or what `paddle.DataParallel` or ``fleet.distributed_model`` made of it; what
+            `mark_expert_parameters` marked is gathered.
+        group: the ranks that share the experts, as `ExpertParallel` takes it. None: each parameter is gathered from the
+            group that it was marked with, so layers may have different groups, and from all ranks if it has none; then
+            all ranks must call this.
+        dst: the only rank that gets the state, a number of `paddle.distributed`, as in `paddle.distributed.gather`.
+            None: all ranks get it.
+        to_cpu: whether the tensors are returned in the host's memory. Each goes there before the next one is gathered,
+            so a GPU has one whole parameter of experts at a time.
+
+    Returns:
+        ``layer.state_dict()``, in which stacked parameters [E / P, ...] of experts are [E, ...]; on other ranks than
+        ``dst`` an empty dict.
+
+    Raises:
+        TypeError: the layer is not a layer, the group not a group, ``dst`` not an int, or ``to_cpu`` not a bool.
+        ValueError: this process is not one of the group's ranks, other ranks share the experts, or ``dst`` is not one
+            of the ranks; on every rank, if ranks that share experts have different parameters of them, or ``dst``
+            differs.
+        RuntimeError: another rank raised an error.
+    """
+    function = "gather_state_dict"
+    everyone = group_of(function, group)
+    with raising_together(function, everyone):
+        destination = destination_of(function, everyone, dst, to_cpu)
+        layer = without_wrapper(function, layer)
+        state = dict(layer.state_dict())
+        marked = _marked(layer)
+        label = "layer.state_dict()[{!r}]"
+        shared_by = groups_of_experts(function, label, marked, everyone, is_given=group is not None)
+        parts = {name: Part(state[name], shared_by[name]) for name in marked}
+    agree_on_parts(function, everyone, label, parts, destination)
+    whole = gather_parts(parts, destination)
+    if not destination.is_here:
+        return {}
+    return {name: whole[name] if name in whole else copied(value, destination) for name, value in state.items()}
+
+
+def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = None) -> dict[str, Tensor]:
+    """Cut this rank's part out of a whole state, for ``layer.set_state_dict``: a checkpoint fits any number of ranks.
+
+    Ranks do not communicate. Bit-exact copies of experts; all other tensors are those of ``state``.
+
+    Args:
+        state: that of one process, or from `gather_state_dict`. It has all experts of the layer; other tensors may be
+            missing.
+        layer: the model that it is for, wrapped or not.
+        group: the ranks that share the experts, as `ExpertParallel` takes it. None: for each parameter the group that
+            it was marked with, or all ranks if it has none.
+
+    Returns:
+        ``state``, in which each stacked parameter [E, ...] of experts is [E / P, ...].
+
+    Raises:
+        TypeError: the state is not a dict, the layer not a layer, or the group not a group.
+        ValueError: the state lacks experts of the layer, or its keys have a prefix such as ``_layers.``; a tensor does
+            not have the shape that the layer's has, or a parameter of experts not those of all ranks; other ranks than
+            the group's share the experts; this process is not one of the group's ranks.
+    """
+    name = "shard_state_dict"
+    everyone, layer = group_of(name, group), without_wrapper(name, layer)
+    _checks.instance(name, "state", state, Mapping, "a dict of tensors, as gather_state_dict gives it")
+    part, own, marked = dict(state), layer.state_dict(), _marked(layer)
+    groups = groups_of_experts(name, "layer.state_dict()[{!r}]", marked, everyone, is_given=group is not None)
+    _check_keys(name, part, own, marked)
+    for key in sorted(own.keys() & part.keys()):
+        given, shape = list(part[key].shape), list(own[key].shape)
+        if key not in marked:
+            if given != shape:
+                _checks.bad_value(name, f"state[{key!r}]", f"of shape {shape}", given)
+            continue
+        count, *others = shape
+        shared_by = groups[key]
+        whole = [count * shared_by.nranks, *others]
+        if given != whole:
+            expected = f"of shape {whole}, the experts of {shared_by.nranks} ranks"
+            _checks.bad_value(name, f"state[{key!r}]", expected, given)
+        part[key] = part[key][shared_by.rank * count : (shared_by.rank + 1) * count]
+    return part
+
+
+def _check_keys(
+    function: str, state: Mapping[str, Tensor], own: Mapping[str, Tensor], experts: Mapping[str, Tensor]
+) -> None:
+    """Refuse a state of which ``layer.set_state_dict`` would load no experts, or nothing, with a warning at most."""
+    missing = [key for key in experts if key not in state]
+    if not missing and (not own or not own.keys().isdisjoint(state)):
+        return
+    key = next(iter(missing or own))
+    for other in state:
+        if other.endswith(f".{key}") and other not in own:
+            expected, prefix = f"with keys of layer.state_dict(), such as {key!r}", other.removesuffix(key)
+            _checks.bad_value(function, "state", expected, f"{other!r}, which has the prefix {prefix!r}")
+    of_what = "all experts of the layer" if missing else "tensors of the layer"
+    _checks.bad_value(function, "state", f"one with {of_what}", f"one without {key!r}")
+
+
+def _marked(layer: nn.Layer) -> dict[str, Tensor]:
+    """The parameters of experts by their keys in a state, in which layers used twice are twice."""
+    own = nn.Layer.state_dict(layer, use_hook=False)  # hooks may return other tensors, without marks
+    return {name: own[name] for name in sorted(own) if is_expert_parameter(own[name])}

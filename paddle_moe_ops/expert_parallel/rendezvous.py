@@ -1,37 +1,45 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for the other ranks of a group for a limited time, whatever library connects them.
+"""Barrier of a group's ranks: on the host for a limited time, and on the device as a barrier in symmetric memory.
 
-While all ranks come, this sends nothing. A rank that has waited for a while says so in the store of
+On the host nothing is sent while all ranks come. A rank that has waited for a while says so in the store of
 `paddle.distributed`, so those that give up can tell who did not come.
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import paddle
+from numpy.typing import NDArray
 from paddle import Tensor
 from paddle.base import core
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
-from .._graphs import context_manager
-from .groups import is_gloo
+from .._graphs import context_manager, filled
+from ..backends import direct
+from .agreement import CALL_WORDS, Kind, Step, agree, check_calls, is_gloo, raise_for_modes
+from .symmetric_memory import BufferShape, allocate, granularity
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Meeting", "checked_timeout"]
+__all__ = ["DEFAULT_TIMEOUT_S", "Barrier", "Rendezvous", "checked_timeout"]
 
 DEFAULT_TIMEOUT_S = 600.0
 _LEAST_S, _MOST_S = 0.001, 1e6
 _QUIET_S = 1.0  # after which a rank says that it waits
 _NAP_S = 0.01  # between questions from then on
 _STORE_S = 5.0  # for the store to answer
-
 _Result = TypeVar("_Result")
 _IsDone = Callable[[float], bool]  # waits for so many seconds at most
+_MODES_DIFFER = 2  # PMO_GRADIENT_MODES_DIFFER
+_EXCHANGE = 4  # the word of a call that is the number of the exchange
 
 
 def checked_timeout(function: str, value: Any) -> float:
@@ -42,7 +50,7 @@ def checked_timeout(function: str, value: Any) -> float:
     return seconds
 
 
-class Meeting:
+class Rendezvous:
     """What all ranks of a group do together, in the same order. One that waits too long for the others raises.
 
     Args:
@@ -52,7 +60,7 @@ class Meeting:
 
     def __init__(self, group: Group, seconds: float) -> None:
         self._group, self._seconds = group, seconds
-        self._board = _board_of(group)
+        self._waits = _waits_of(group)
 
     def call(self, function: str, work: Callable[[], _Result]) -> _Result:
         """The result of work that blocks until all ranks came.
@@ -122,19 +130,19 @@ class Meeting:
 
         Args:
             function: name that begins the message.
-            counts: whether the transfer is a meeting of its own, and not a part of a `call`. What a rank said of a
-                meeting before says nothing about this one then.
+            counts: whether the transfer is a rendezvous of its own, and not a part of a `call`. What a rank said of a
+                rendezvous before says nothing about this one then.
 
         Raises:
             RuntimeError: the transfer failed.
         """
         if counts:
-            self._board.come()
+            self._waits.arrive()
         try:
             yield
         except (RuntimeError, OSError, ValueError) as error:  # what backends of paddle.distributed raise
             lines = str(error).strip().splitlines() or ["no reason given"]
-            self._board.tell()
+            self._waits.announce()
             absent = self._absent(_nap, min(_QUIET_S, self._seconds / 4))
             ranks, rank = self._group.ranks, self._group.ranks[self._group.rank]
             others = f"the other ranks of {ranks}, one of which may have ended or failed"
@@ -144,10 +152,10 @@ class Meeting:
 
     def _wait(self, function: str, is_done: _IsDone) -> None:
         begin, quiet = time.monotonic(), min(_QUIET_S, self._seconds / 4)
-        self._board.come()
+        self._waits.arrive()
         if is_done(quiet):
             return
-        self._board.tell()
+        self._waits.announce()
         if is_done(max(begin + self._seconds - time.monotonic(), 0.0)):
             return
         absent = self._absent(is_done, quiet)
@@ -173,7 +181,7 @@ class Meeting:
         group, end = self._group, time.monotonic() + 2 * quiet
         absent: list[int] | None = [rank for rank in range(group.nranks) if rank != group.rank]
         while absent:
-            absent = self._board.absent_of(absent)
+            absent = self._waits.absent_of(absent)
             if time.monotonic() > end or is_done(quiet / 4):
                 break
         return None if absent is None else [group.ranks[rank] for rank in absent]
@@ -185,31 +193,31 @@ def _nap(seconds: float) -> bool:
     return False
 
 
-class _Board:
-    """The meetings of a group, and which of them its ranks wait in. A rank is a number within the group."""
+class _Waits:
+    """The rendezvous of a group, and which of them its ranks wait in. A rank is a number within the group."""
 
     def __init__(self, group: Group) -> None:
         self._key = f"paddle_moe_ops/waits/{group.id}/{'-'.join(map(str, group.ranks))}"
         self._rank, self._came, self._told = group.rank, 0, 0
         self._answers = True
 
-    def come(self) -> None:
-        """Count a meeting."""
+    def arrive(self) -> None:
+        """Count a rendezvous."""
         self._came += 1
 
-    def tell(self) -> None:
-        """Say that this rank waits in the last meeting."""
+    def announce(self) -> None:
+        """Say that this rank waits in the last rendezvous."""
         if self._add(self._rank, self._came - self._told) is not None:
             self._told = self._came
 
     def absent_of(self, ranks: list[int]) -> list[int] | None:
-        """Those that wait neither in the last meeting nor in a later one; None: the store does not answer."""
+        """Those that wait neither in the last rendezvous nor in a later one; None: the store does not answer."""
         absent = []
         for rank in ranks:
-            meeting = self._add(rank, 0)  # a counter that was not made is zero; to get it would wait
-            if meeting is None:
+            number = self._add(rank, 0)  # a counter that was not made is zero; to get it would wait
+            if number is None:
                 return None
-            if meeting < self._came:
+            if number < self._came:
                 absent.append(rank)
         return absent
 
@@ -254,12 +262,117 @@ class _Job(Generic[_Result]):
         return self._results[0]
 
 
-_boards: dict[str, _Board] = {}
+_waits_of_groups: dict[str, _Waits] = {}
 
 
-def _board_of(group: Group) -> _Board:
-    """One for all meetings of a group, since it counts them."""
+def _waits_of(group: Group) -> _Waits:
+    """One for all rendezvous of a group, since it counts them."""
     key = f"{group.id} {group.ranks}"
-    if key not in _boards:
-        _boards[key] = _Board(group)
-    return _boards[key]
+    if key not in _waits_of_groups:
+        _waits_of_groups[key] = _Waits(group)
+    return _waits_of_groups[key]
+
+
+class Barrier:
+    """The barrier of a group on one kind of device, which all its buffers share.
+
+    Each exchange has a number. Buffers come in pairs: those of one parity are used again two exchanges later, and
+    between the two uses lies the barrier of the exchange between, which a rank reaches only after all its work on the
+    first.
+
+    Ranks that are in different calls raise: on a CPU in the barrier. A GPU marks the state, from which on what it
+    receives is NaN; the host raises when it comes to an exchange next and the mark has reached its memory.
+    """
+
+    def __init__(self, group: Group, like: Tensor) -> None:
+        page, self._group = granularity(like.place), group
+        flags = allocate(group, like, BufferShape(page, group.nranks, page, paddle.uint8))
+        flags.arrived.zero_()
+        flags.arrived[:, :1].tolist()  # waits until they are zero
+        agree("ExpertParallel.dispatch", group, {})  # waits until they are zero on all ranks
+        self._state = filled([2], 0, "int32", like=like)
+        (report,) = direct("host_words", like, 1 + group.nranks * CALL_WORDS)
+        self._report = _words_of(report)[0]
+        self._places = *flags, self._state, report
+        self._exchange = 0
+        self._lent: list[weakref.ref[Tensor]] = []
+
+    @property
+    def state(self) -> Tensor:
+        """int32 [2], the second one the mark."""
+        return self._state
+
+    def lend(self, view: Tensor) -> None:
+        """Have backward passes refuse to read a view of a buffer once an exchange has begun.
+
+        A rank that has passed the barrier of that exchange may write to the buffer of the one before.
+        """
+        self._lent.append(weakref.ref(view))
+
+    def next(self) -> int:
+        """Begin an exchange, and say which of two buffers it uses."""
+        self._raise_if_marked()
+        self._exchange += 1
+        for each in self._lent:
+            view = each()
+            if view is not None:
+                view._bump_inplace_version()
+        return self._exchange % 2
+
+    def wait(self, step: Step, timeout: float, forward_calls: Tensor | None = None) -> Tensor:
+        """Make later work wait until all ranks have come here.
+
+        Args:
+            step: the pass of the call that this rank is in.
+            timeout: seconds to wait for.
+            forward_calls: in a backward pass, the calls of all ranks in the forward pass. If a rank does not run the
+                backward pass, this one does not wait for it.
+
+        Returns:
+            int32 [P, CALL_WORDS], the calls of all ranks.
+        """
+        words, waits = step.words(self._exchange), math.ceil(timeout * 1000)
+        gradient = int(step.kind.gradient)
+        (calls,) = direct("rank_barrier", *self._places, words, forward_calls, gradient, waits)
+        self._raise_if_marked()
+        self._keep_modes(step, calls)
+        return calls
+
+    def arrivals(self, step: Step, timeout: float, records: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+        """The calls of all ranks and what they told this one; beside what is called next, up to operator rank_join."""
+        words, waits = step.words(self._exchange), math.ceil(timeout * 1000)
+        made = direct("rank_arrivals", records, *self._places, words, waits, *sizes)
+        self._raise_if_marked()
+        self._keep_modes(step, made[0])
+        return made
+
+    def meet(self, step: Step, timeout: float) -> None:
+        """Wait for all ranks on the host, before they make buffers together."""
+        self.wait(step, timeout)
+        self._state.tolist()
+        self._raise_if_marked()
+
+    def _keep_modes(self, step: Step, calls: Tensor) -> None:
+        """Let the host know the modes of all ranks, if it need not wait for them."""
+        if calls.place.is_cpu_place():
+            step.check(_words_of(calls).tolist())
+
+    def _raise_if_marked(self) -> None:
+        reason, ranks = int(self._report[0]), self._group.ranks
+        if reason == 0:
+            return
+        told = self._report[1:].reshape([len(ranks), CALL_WORDS]).tolist()
+        self._report[0] = 0
+        self._state[1:].zero_()
+        if reason == _MODES_DIFFER:
+            forward = Kind(told[0][0])
+            kind = Kind.COMBINE_BACKWARD if forward == Kind.COMBINE else Kind.DISPATCH_BACKWARD
+            raise_for_modes(kind, [words[-1] for words in told], told[0], ranks)
+        self._exchange = max(words[_EXCHANGE] for words in told)  # ranks may go on together
+        check_calls(told, ranks)
+
+
+def _words_of(words: Tensor) -> NDArray:
+    """Numbers in memory of the host, which the tensor owns."""
+    memory = (ctypes.c_int32 * words.size).from_address(words.data_ptr())
+    return np.ctypeslib.as_array(memory).reshape(words.shape)

@@ -134,7 +134,7 @@ AREAS = {
         ),
     ),
     "exchange": _ranks(
-        ("parallel", "plans", "exchange", "transports", "counting", "calls", "deep_ep"),
+        ("dispatch", "plans", "alltoall", "deep_ep"),
         (
             *("transports", "deep_ep", "arguments_stay", "expert_parallel_errors", "expert_parallel"),
             *("expert_parallel_layer", "calls_of_ranks", "programs_that_differ"),
@@ -142,22 +142,28 @@ AREAS = {
         _tests("ops", "sharded_experts"),
     ),
     "peers": _ranks(
-        ("channels", "peers", "rendezvous", "windows"),
+        ("peer", "symmetric_memory"),
         ("shared_buffers", "arguments_stay", "expert_parallel", "calls_of_ranks", "ranks_that_do_not_come"),
         _tests("ops", "rank_operators"),
     ),
     "averaging": _ranks(
-        ("buckets", "clipping", "copies", "gradients", "scaling"),
+        ("training",),
         ("grad_scaler", "accumulated_gradients", "average_gradients", "fleet"),
     ),
     "groups": _ranks(
-        ("groups", "meetings"),
-        ("expert_parallel_errors", "programs_that_differ", "average_gradients", "ranks_that_do_not_come"),
+        ("agreement", "rendezvous"),
+        (
+            *("expert_parallel_errors", "programs_that_differ", "average_gradients", "ranks_that_do_not_come"),
+            *("calls_of_ranks", "shared_buffers", "expert_parallel"),
+        ),
     ),
-    "fleet": _ranks(("fleet", "mixing"), ("fleet", "grad_scaler"), _tests("ops", "sharded_experts")),
+    "fleet": _ranks(("fleet",), ("fleet", "grad_scaler"), _tests("ops", "sharded_experts")),
     "states": _ranks(
-        ("parameters", "gathering", "optimizers"),
-        ("parameters_side_by_side", "flex_checkpoints", "optimizer_states", "gathered_states"),
+        ("parameters", "checkpoint", "optimizers"),
+        (
+            *("parameters_side_by_side", "flex_checkpoints", "optimizer_states", "gathered_states"),
+            *("fleet", "average_gradients", "accumulated_gradients"),
+        ),
         _tests("ops", "sharded_experts", "optimizer_state_parts"),
     ),
     "integrations": Area(
@@ -231,7 +237,7 @@ EQUIVALENT = (
     (r"triton/unpermute_backward\.py", "", r"parts = ", "how many programs share a token"),
     (r"triton/grouped_gemm\.py", "", r"_descriptors\(|try:|ALLOCATOR", "descriptors need a GPU"),
     (r"expert_parallel/", "method dropped", r"\.keys\(\) & ", "keys take a dict as well"),
-    (r"channels\.py", "", r"scale_columns = float8, 0", "read with float8 alone, which sets it"),
+    (r"expert_parallel/peer\.py", "", r"scale_columns = float8, 0", "read with float8 alone, which sets it"),
     (r"csrc/paddle/", "", r"place\(\) [!=]= target\.place\(\)", "the suites on a GPU see it"),
     (r"csrc/paddle/", "elements swapped", r"Target target\(", "whose devices are compared, in any order"),
     (r"/mlp\.py", "", r"_PASSED_KEPT", "how many checked calls are remembered"),
