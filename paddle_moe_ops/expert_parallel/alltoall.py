@@ -22,8 +22,8 @@ from paddle.distributed.communication.group import Group
 from .. import _checks
 from .._graphs import beside, dense, filled
 from ..backends import compiled_backend, direct, resolve
+from ..backends.autograd import Call, Gradients, connect, linear, wants_gradient
 from ..backends.base import Tensors
-from ..backends.nodes import Call, Gradients, connect, linear, wants_gradient
 from ..functional import permute, unpermute
 from ..quantization import dequantize_1x128, quantize_1x128
 from ..routing import Plan

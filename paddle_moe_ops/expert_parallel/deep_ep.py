@@ -17,8 +17,8 @@ from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from .._graphs import dense, filled
+from ..backends.autograd import Call, Gradients, connect, first_order_only, linear
 from ..backends.base import Tensors
-from ..backends.nodes import Call, Gradients, connect, first_order_only, linear
 from ..routing import Plan
 from .agreement import Step
 from .plans import local_plan

@@ -15,8 +15,8 @@ from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from .._graphs import beside, context_manager, is_graph_value, public
+from ..backends.autograd import wants_gradient
 from ..backends.base import Validation
-from ..backends.nodes import wants_gradient
 from ..functional import permute, unpermute
 from ..routing import Plan, route
 from .agreement import Kind, LayerCall, Mode, Step, agree, group_of, number_of_layer

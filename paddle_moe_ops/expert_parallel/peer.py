@@ -20,8 +20,8 @@ from paddle.distributed.communication.group import Group
 from .. import _checks
 from .._graphs import filled
 from ..backends import direct
+from ..backends.autograd import Call, Gradients, connect, first_order_only, linear
 from ..backends.base import Tensors
-from ..backends.nodes import Call, Gradients, connect, first_order_only, linear
 from ..functional import permute, unpermute
 from ..routing import Plan, plan_of
 from .agreement import Kind, LayerCall, Step

@@ -79,7 +79,7 @@ def _ranks(sources: tuple[str, ...], tests: tuple[str, ...], others: tuple[str, 
 
 AREAS = {
     "gradients": Area(
-        tuple(f"paddle_moe_ops/backends/{name}.py" for name in ("gradients", "product_calls", "nodes")), _OPERATORS
+        tuple(f"paddle_moe_ops/backends/{name}.py" for name in ("gradients", "experts", "autograd")), _OPERATORS
     ),
     "fronts": Area(
         (
@@ -220,7 +220,7 @@ EQUIVALENT = (
     (r"backends/gradients\.py", "", r"return both\(", "what is not wanted"),
     (r"gradients\.py", "condition dropped", r"if not paddle\.is_grad_enabled\(\) or value", "a shortcut"),
     (
-        r"backends/product_calls\.py",
+        r"backends/experts\.py",
         "method dropped",
         r"each\.detach\(\) for each in made",
         "they are results of a node",
