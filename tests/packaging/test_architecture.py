@@ -18,14 +18,14 @@ CSRC = PACKAGE / "csrc"
 # From the public functions down; a module imports from its own layer and from those below.
 LAYERS = (
     {"integrations"},
-    {"nn", "masked", "dispatch", "indexed", "compat"},
+    {"nn", "masked", "dispatch", "indexed", "rowmaps", "compat"},
     {"expert_parallel"},
     {"explaining"},
     {"mlp"},
     {"gemm"},
     {
         *("_activations", "_checks", "_float8_mlp", "_matrices", "_quick"),
-        *("functional", "quantization", "routing", "rowmaps"),
+        *("functional", "quantization", "routing"),
     },
     {"backends"},
     {"backends.compiled", "backends.triton", "backends.matmul", "backends.reference"},

@@ -83,15 +83,20 @@ AREAS = {
     ),
     "fronts": Area(
         (
-            *(f"paddle_moe_ops/{name}.py" for name in ("functional", "routing", "gemm", "indexed", "dispatch")),
-            *(f"paddle_moe_ops/{name}.py" for name in ("quantization", "rowmaps", "_checks", "_graphs")),
-            "paddle_moe_ops/masked/*.py",
+            *(f"paddle_moe_ops/{name}.py" for name in ("functional", "routing", "gemm")),
+            *(f"paddle_moe_ops/{name}.py" for name in ("quantization", "_checks", "_graphs")),
+            *(f"paddle_moe_ops/compat/{name}.py" for name in ("row_maps", "unsloth")),
+            "paddle_moe_ops/compat/te_*.py",
         ),
         _OPERATORS,
     ),
     "nn": Area(("paddle_moe_ops/nn/*.py",), _OPERATORS),
     "patch": Area(
-        ("paddle_moe_ops/compat/*.py",),
+        (
+            *(f"paddle_moe_ops/compat/{name}.py" for name in ("paddle", "_async_load")),
+            "paddle_moe_ops/compat/incubate_*.py",
+            "paddle_moe_ops/compat/transformer_engine*.py",
+        ),
         (
             "tests/ops/test_patch_*.py",
             "tests/ops/test_incubate_*.py",
@@ -210,7 +215,7 @@ EQUIVALENT = (
     (r"backends/base\.py", "elements swapped", r"^OPERATORS", "the order in which explain lists them"),
     (r"backends/reference\.py", "method dropped", r"d_gating\.astype", "its last bit is far below the tolerance"),
     (r"backends/reference\.py", "keyword dropped", r"fill_padding=", "zeros are as good as what is undefined"),
-    (r"gemm\.py|masked/maps\.py", "", r"get_autocast_dtype\(\)\) for|limit or min\(room", "only on a GPU"),
+    (r"gemm\.py|compat/te_triton\.py", "", r"get_autocast_dtype\(\)\) for|limit or min\(room", "only on a GPU"),
     (r"", "opposite", r"np\.zeros\(0,", "nothing in it"),
     (r"triton/permute\.py", "arguments swapped", r"words_of\(", "sizes and addresses count alike"),
     (r"triton/sort_chunks\.py", "", r"other=-1\) == ", "what no chunk is compared with"),
