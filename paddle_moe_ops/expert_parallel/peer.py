@@ -39,7 +39,7 @@ _AMAX_MIN = 1e-4  # of `quantize_1x128`
 
 
 class TokenSlot(NamedTuple):
-    """A buffer for tokens, and for everything that travels with them two views: what arrived, and what peers have.
+    """A symmetric buffer for tokens, and two views for each tensor beside them: what arrived, what peers have.
 
     Attributes:
         rows: S rows for each rank.
@@ -80,16 +80,16 @@ class Arrivals(NamedTuple):
     workspace: Tensor
 
 
-def _pairs(group: Group, like: Tensor, buffers: Sequence[BufferShape]) -> list[list[Tensor]]:
-    """Two buffers of each kind; all ranks come here."""
+def _pairs(group: Group, like: Tensor, shapes: Sequence[BufferShape]) -> list[list[Tensor]]:
+    """Two symmetric buffers of each shape; all ranks come here."""
     pairs = []
     for _ in range(2):
-        pairs.append([view for buffer in buffers for view in allocate(group, like, buffer)])
+        pairs.append([view for shape in shapes for view in allocate(group, like, shape)])
     return pairs
 
 
 class TokenChannel:
-    """The buffers for tokens of one width and dtype.
+    """The symmetric buffers for tokens of one width and dtype.
 
     Args:
         group: the ranks.
@@ -133,7 +133,7 @@ class TokenChannel:
         self.capacity, self.experts_per_rank, self.topk, self.group = capacity, experts_per_rank, topk, group
         self.float8, self.scale_columns = float8, 0
         beside = -(-(HEADER + rows * topk * 8) // page) * page
-        buffers = [
+        shapes = [
             BufferShape(rows * row_bytes, ranks * rows, width, like.dtype),
             BufferShape(beside, ranks, beside, paddle.uint8),
         ]
@@ -141,11 +141,11 @@ class TokenChannel:
             groups = -(-width // _GROUP_COLUMNS)
             self.scale_columns = -(-groups // _PACKED_SCALES) if float8 == _checks.UE8M0 else groups
             scales = max(-(-rows * self.scale_columns * 4 // page), 1) * page
-            buffers += [
+            shapes += [
                 BufferShape(rows * width, ranks * rows, width, paddle.float8_e4m3fn),
                 BufferShape(scales, ranks, scales, paddle.uint8),
             ]
-        self._pairs = _pairs(group, like, buffers)
+        self._pairs = _pairs(group, like, shapes)
         for arrived, *_ in self._pairs:
             barrier.lend(arrived)
 
@@ -193,14 +193,14 @@ class TokenChannel:
 
 
 class RowChannel:
-    """The buffers for the rows of a channel's tokens, one for each of their K slots."""
+    """The symmetric buffers for the rows of a channel's tokens, one for each of their K slots."""
 
     def __init__(self, tokens: TokenChannel, like: Tensor, step: Step) -> None:
         tokens.meet(step)
         width, rows = like.shape[1], tokens.rows_per_rank * tokens.topk
         region_bytes = rows * width * like.element_size()
-        buffer = BufferShape(region_bytes, tokens.group.nranks * rows, width, like.dtype)
-        self._tokens, self._pairs = tokens, _pairs(tokens.group, like, [buffer])
+        shape = BufferShape(region_bytes, tokens.group.nranks * rows, width, like.dtype)
+        self._tokens, self._pairs = tokens, _pairs(tokens.group, like, [shape])
         self.wait = tokens.wait
 
     def buffer(self) -> RowBuffer:

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Barrier of a group's ranks: on the host for a limited time, and on the device as a barrier in symmetric memory.
+"""Rendezvous of a group's ranks: on the host for a limited time, and on the device as a barrier in symmetric memory.
 
 On the host nothing is sent while all ranks come. A rank that has waited for a while says so in the store of
 `paddle.distributed`, so those that give up can tell who did not come.
@@ -274,7 +274,7 @@ def _waits_of(group: Group) -> _Waits:
 
 
 class Barrier:
-    """The barrier of a group on one kind of device, which all its buffers share.
+    """The barrier of a group on one kind of device, which all its symmetric buffers share.
 
     Each exchange has a number. Buffers come in pairs: those of one parity are used again two exchanges later, and
     between the two uses lies the barrier of the exchange between, which a rank reaches only after all its work on the

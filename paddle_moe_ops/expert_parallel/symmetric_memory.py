@@ -60,7 +60,7 @@ FETCHED_COPIES, FETCHED_SUMS = 3, 4
 
 
 class BufferShape(NamedTuple):
-    """The form of a buffer: a tensor [rows, columns] in P regions.
+    """The shape of a symmetric buffer: a tensor [rows, columns] in P regions.
 
     Attributes:
         region_bytes: a multiple of `granularity`.
@@ -76,7 +76,7 @@ class BufferShape(NamedTuple):
 
 
 class Views(NamedTuple):
-    """The two views of a buffer, [rows, columns] each. The last tensor over a view unmaps it.
+    """The two views of a symmetric buffer, [rows, columns] each. The last tensor over a view unmaps it.
 
     Attributes:
         arrived: what the ranks wrote for this one.
@@ -92,8 +92,8 @@ def granularity(place: Any) -> int:
     return _PAGE if place.is_cpu_place() else _Driver.get().granularity(_device_of(place))
 
 
-def allocate(group: Group, like: Tensor, buffer: BufferShape) -> Views:
-    """Make a buffer on the device of a tensor; all ranks of the group call it together, with the same form.
+def allocate(group: Group, like: Tensor, shape: BufferShape) -> Views:
+    """Allocate a symmetric buffer on the device of a tensor; all ranks of the group call it with the same shape.
 
     The memory is zeros at first. A rank may drop its views while others use theirs: a region stays as long as one rank
     maps it. On a GPU the rank that unmaps a view waits for its own kernels.
@@ -101,7 +101,7 @@ def allocate(group: Group, like: Tensor, buffer: BufferShape) -> Views:
     Args:
         group: the ranks.
         like: on the device of the tensors that will be written there.
-        buffer: the form.
+        shape: of the buffer.
 
     Raises:
         ValueError: the ranks are not on one machine.
@@ -111,7 +111,7 @@ def allocate(group: Group, like: Tensor, buffer: BufferShape) -> Views:
         own: list[int] = []  # by the rank that will write there
         descriptors: list[int] = []
         with raising_together("ExpertParallel", group):
-            memory = memory_of(like.place, buffer.region_bytes)
+            memory = memory_of(like.place, shape.region_bytes)
             for _ in range(group.nranks):
                 own.append(memory.make())
                 opened.callback(memory.forget, own[-1])
@@ -127,13 +127,13 @@ def allocate(group: Group, like: Tensor, buffer: BufferShape) -> Views:
                 if rank != group.rank:
                     theirs[rank] = memory.take(each)
                     opened.callback(memory.forget, theirs[rank])
-            views = Views(*(mapped(memory, regions, like, buffer) for regions in (own, theirs)))
+            views = Views(*(mapped(memory, regions, like, shape) for regions in (own, theirs)))
     return views
 
 
-def mapped(memory: _HostMemory | _DeviceMemory, regions: Sequence[int], like: Tensor, buffer: BufferShape) -> Tensor:
+def mapped(memory: _HostMemory | _DeviceMemory, regions: Sequence[int], like: Tensor, shape: BufferShape) -> Tensor:
     """Map regions next to each other, as a tensor that unmaps them."""
-    (made,) = direct("window", like, memory.map(regions), buffer.rows, buffer.columns, buffer.dtype.value)
+    (made,) = direct("window", like, memory.map(regions), shape.rows, shape.columns, shape.dtype.value)
     return made
 
 
@@ -397,7 +397,7 @@ class OwnRows(enum.IntEnum):
 
 
 class RowBuffer(NamedTuple):
-    """A buffer for rows; row p * S + i is number i of those that go to, or came from, rank p.
+    """A symmetric buffer for rows; row p * S + i is number i of those that go to, or came from, rank p.
 
     Attributes:
         arrived: [P * S, d], this rank's memory.
