@@ -196,7 +196,7 @@ class _HostMemory:
         ]
 
     def make(self) -> int:
-        made = os.memfd_create("paddle_moe_ops symmetric buffer")
+        made = os.memfd_create("paddle_moe_ops window")
         os.ftruncate(made, self._bytes)
         return made
 
