@@ -9,6 +9,7 @@ failing, so the comparison comes first.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import json
@@ -98,6 +99,17 @@ def mismatch() -> str | None:
     if info is not None and folder != PACKAGE and info.get("sources_sha256") != sources_digest(PACKAGE / "csrc"):
         return f"the source folder {PACKAGE} hides the package in {folder}, which has other C++ sources; {REBUILD}"
     return compare(info, paddle.version.full_version, paddle.version.commit, bool(paddle.is_compiled_with_cuda()))
+
+
+def loaded_library() -> ctypes.CDLL | None:
+    """Return the library for calls of its C functions; None if it is missing, does not fit Paddle or does not load."""
+    path = library()
+    if not path.exists() or mismatch() is not None:
+        return None
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        return None
 
 
 def compare(info: dict[str, Any] | None, version: str, commit: str, with_cuda: bool) -> str | None:

@@ -12,7 +12,7 @@ from paddle import Tensor, nn
 
 from . import _checks
 from ._graphs import to_dtype
-from .backends import Backend, Matrices, accumulated, joined
+from .backends import Backend, Matrices, accumulated, stack_or_view
 
 __all__ = ["Matrices", "each_of", "in_dtype", "listed", "matrices", "named", "stacked"]
 
@@ -83,7 +83,7 @@ def in_dtype(function: str, given: Matrices, dtype: Any, backend: Backend, *, ac
         accumulates: whether their gradients go where `backends.accumulation` says it, which only parameters have.
     """
     if isinstance(given, Sequence) and not backend.takes_lists:
-        return to_dtype(joined(given, function, accumulates=accumulates), dtype)
+        return to_dtype(stack_or_view(given, function, accumulates=accumulates), dtype)
     if accumulates:
         given = each_of(accumulated, given)
     return each_of(lambda each: to_dtype(each, dtype), given)

@@ -15,8 +15,8 @@ from paddle.jit.marker import unified
 from ._graphs import filled, is_graph_value, untraced
 from ._matrices import Matrices, listed
 from .backends import OPERATORS, explain_operators, resolve
-from .backends.joining import view_of
-from .backends.nodes import wants_gradient
+from .backends.autograd import wants_gradient
+from .backends.stacking import view_of
 from .mlp import Prepared, moe_mlp, prepared
 
 __all__ = ["explain"]

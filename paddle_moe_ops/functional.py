@@ -15,7 +15,7 @@ from paddle import Tensor
 from . import _checks
 from ._graphs import float32, public, to_dtype
 from ._quick import AMAX_MIN, quick_moe_permute, quick_moe_unpermute, quick_permute, quick_unpermute
-from .backends import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, resolve
+from .backends import Maps, MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, resolve
 from .routing import Plan, as_plan, check_weights, rows_of, tokens_of
 
 __all__ = ["moe_permute", "moe_unpermute", "permute", "sort_chunks", "unpermute"]
@@ -367,3 +367,16 @@ def _check_routemap(function: str, value: Any, num_tokens: int) -> None:
     _checks.tensor(function, argument, value, _checks.ID_DTYPES, [num_tokens, "topk"])
     if value.shape[1] == 0:
         _checks.bad_value(function, argument, f"of shape [{num_tokens}, topk] with topk >= 1", list(value.shape))
+
+
+def move_rows(tokens: Tensor, slot_to_row: Tensor, row_to_token: Tensor) -> Tensor:
+    """Copy every token to its rows; differentiable, with the bits of `permute`.
+
+    Args:
+        tokens: [T, H].
+        slot_to_row: int32 [T, K] row of each slot; -1 for none if K is 1.
+        row_to_token: int32 [N] token of each row, -1 for a row of zeros.
+    """
+    token_rows = paddle.sort(slot_to_row, axis=-1) if slot_to_row.shape[1] > 1 else slot_to_row
+    maps = Maps(slot_to_row, token_rows, row_to_token)
+    return resolve("permute", tokens).permute(tokens, None, maps, "all")[0]

@@ -17,8 +17,8 @@ from . import _checks
 from ._graphs import is_graph_value, is_on_gpu, public, to_dtype
 from ._matrices import in_dtype, listed, matrices, named, stacked
 from .backends import GemmSpec, resolve
-from .routing import Plan, as_plan, check_weights, rows_of, tokens_of
-from .rowmaps import move_rows, row_probs
+from .functional import move_rows
+from .routing import Plan, as_plan, check_weights, row_probs, rows_of, tokens_of
 
 __all__ = ["grouped_gemm"]
 

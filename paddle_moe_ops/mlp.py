@@ -19,7 +19,7 @@ from ._graphs import is_graph_value, is_on_gpu, public, to_dtype
 from ._matrices import Matrices, each_of, in_dtype, listed, matrices, named
 from ._native import native
 from .backends import Backend, Float8Matrices, MlpSpec, accumulated, accumulated_each, resolve, why_not
-from .backends.float8_matrices import holds_others, is_default
+from .backends.experts import holds_others, is_default
 from .functional import unpermute
 from .gemm import grouped_gemm
 from .routing import Plan, as_plan, check_weights, tokens_of

@@ -454,3 +454,13 @@ def check_groups(
     if top_k > candidates:
         _checks.bad_value(function, argument, f"at most {candidates}, the experts to choose from", top_k)
     return num_groups, topk_groups
+
+
+def row_probs(slot_probs: Tensor, maps: Any) -> Tensor:
+    """float32 [N]: the probability of each row, from [T, K] of the slots, 0 in padding; differentiable."""
+    return resolve("row_id_map", slot_probs).slots_to_rows(slot_probs, maps)
+
+
+def slot_probs(row_probs: Tensor, maps: Any) -> Tensor:
+    """float32 [T, K]: the probability of each slot's row, from [N], 0 without one; differentiable."""
+    return resolve("row_id_map", row_probs).rows_to_slots(row_probs, maps)

@@ -16,8 +16,8 @@ import paddle
 from benchmarks.spread import time_fields
 from paddle_moe_ops import moe_mlp, permute, route, sort_chunks
 from paddle_moe_ops.backends.arrays import to_tensor
-from paddle_moe_ops.expert_parallel import ExpertParallel, channels
-from paddle_moe_ops.expert_parallel.windows import Window, granularity, share
+from paddle_moe_ops.expert_parallel import ExpertParallel, symmetric_memory
+from paddle_moe_ops.expert_parallel.symmetric_memory import BufferShape, allocate, granularity
 
 from .streams import stream_of
 
@@ -119,7 +119,7 @@ class Rank:
         page, group = granularity(self.ids.place), self.group
         most = self._bytes([self.tokens] * group.nranks)  # the ranks' own bytes differ, but not the size of a window
         region = -(-most // page) * page
-        views = share(group, self.ids, Window(region, group.nranks, region, paddle.uint8))
+        views = allocate(group, self.ids, BufferShape(region, group.nranks, region, paddle.uint8))
         target = views.peers.data_ptr() + (group.rank + 1) % group.nranks * region
         whole = 2 * self.x.size
 
@@ -235,6 +235,6 @@ def measure_shares(name: str, tokens: int, samples: int, fetched: list[int]) -> 
     ep = ExpertParallel(rank.shape.experts, rank.group, combine="reduced", tokens_per_rank=tokens, transport="peer")
     rank.copies()
     for rows in fetched:
-        with paddle.no_grad(), mock.patch.multiple(channels, FETCHED_COPIES=rows, FETCHED_SUMS=rows):
+        with paddle.no_grad(), mock.patch.multiple(symmetric_memory, FETCHED_COPIES=rows, FETCHED_SUMS=rows):
             rank.exchanges(ep, fetched=rows)
     return rank.found

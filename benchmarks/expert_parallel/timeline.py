@@ -13,7 +13,7 @@ from unittest import mock
 import paddle
 
 from paddle_moe_ops import moe_mlp
-from paddle_moe_ops.expert_parallel import ExpertParallel, channels, peers, rendezvous
+from paddle_moe_ops.expert_parallel import ExpertParallel, peer, rendezvous, symmetric_memory
 
 from .measure import Rank
 
@@ -84,7 +84,7 @@ class _Recorder:
 def _watched(recorder: _Recorder) -> Iterator[None]:
     """Have a recorder mark the steps of exchanges, and where they wait for routing."""
     with contextlib.ExitStack() as patches:
-        for module in (peers, channels, rendezvous):
+        for module in (peer, rendezvous, symmetric_memory):
             patches.enter_context(mock.patch.object(module, "direct", recorder.watching(module.direct)))
         yield
 

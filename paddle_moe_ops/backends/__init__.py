@@ -32,9 +32,8 @@ from .base import (
     TopkSpec,
     Validation,
 )
-from .float8_matrices import Float8Matrices
-from .joining import joined, lay_side_by_side, shared_memory, view_of
-from .product_calls import connect_experts
+from .experts import Float8Matrices, connect_experts
+from .stacking import lay_side_by_side, shared_memory, stack_or_view, view_of
 
 __all__ = [
     "OPERATORS",
@@ -59,13 +58,13 @@ __all__ = [
     "connect_experts",
     "direct",
     "explain_operators",
-    "joined",
     "lay_side_by_side",
     "register",
     "register_note",
     "register_operators",
     "resolve",
     "shared_memory",
+    "stack_or_view",
     "use_backend",
     "view_of",
     "why_not",

@@ -11,7 +11,7 @@ from paddle import Tensor
 from paddle.autograd import PyLayer
 
 from .._graphs import dtype_name, filled, is_graph_value, to_dtype
-from .turns import OneTurn, applied_once
+from .autograd import OneShotGuard, applied_once
 
 __all__ = ["Destination", "accumulated", "accumulated_each", "destination_of", "put", "refuse_others", "why_not"]
 
@@ -99,8 +99,8 @@ class _Accumulated(PyLayer):
     """A copy of a parameter, since Paddle takes none that shares memory with a leaf; its gradient is put in place."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, *, turn: OneTurn) -> Tensor:
-        turn.watch(ctx)
+    def forward(ctx: Any, parameter: Tensor, *, guard: OneShotGuard) -> Tensor:
+        guard.watch(ctx)
         ctx.parameter = parameter
         return parameter.clone()
 
@@ -127,8 +127,8 @@ class _AccumulatedEach(PyLayer):
     """
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, *, turn: OneTurn) -> tuple[Tensor, ...]:
-        turn.watch(ctx)
+    def forward(ctx: Any, parameter: Tensor, *, guard: OneShotGuard) -> tuple[Tensor, ...]:
+        guard.watch(ctx)
         ctx.parameter = parameter
         return tuple(paddle.unbind(parameter.detach()))
 

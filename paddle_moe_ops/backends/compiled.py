@@ -31,7 +31,8 @@ from .base import (
     Validation,
     constant_if_float8,
 )
-from .library import LIBRARY
+
+LIBRARY = _build_check.library()
 
 # The enums of csrc/include/pmo.
 _DUPLICATES = {"first": 0, "each": 1}

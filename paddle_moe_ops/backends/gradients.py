@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients for kernels that have none of their own: what makes a backend of them.
 
-Each operator runs as a `Call` of `nodes`, which keeps the kernels that ran forward, so that backward runs on the same
-ones. Where no one wants a gradient the kernels are called as they are.
+Each operator runs as a `Call` of `autograd`, which keeps the kernels that ran forward, so that backward runs on the
+same ones. Where no one wants a gradient the kernels are called as they are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from .._graphs import filled, numbers_of, without_autocast
+from .._graphs import filled, numbers_of
+from .autograd import Call, Gradients, connect, first_order_only, linear, wants_gradient
 from .base import (
     FLOAT8,
     GemmSpec,
@@ -31,12 +32,10 @@ from .base import (
     Validation,
     constant_if_float8,
 )
-from .float8_matrices import made_by, replaced_by
-from .joining import joined
-from .nodes import Call, Gradients, connect, first_order_only, linear, wants_gradient
-from .product_calls import GroupedGemm, MoeMlp
+from .experts import GroupedGemm, connected_mlp
+from .stacking import stack_or_view
 
-__all__ = ["WithGradients", "connected_mlp"]
+__all__ = ["WithGradients"]
 
 
 def _values_of_rows(slot_values: Tensor, row_to_slot: Tensor) -> Tensor:
@@ -406,7 +405,7 @@ class WithGradients:
     def grouped_gemm(
         self, x: Tensor, w: Matrices, weights: Tensor | None, bias: Matrices | None, spec: GemmSpec
     ) -> Tensor:
-        w, bias = (joined(each, "grouped_gemm") if isinstance(each, Sequence) else each for each in (w, bias))
+        w, bias = (stack_or_view(each, "grouped_gemm") if isinstance(each, Sequence) else each for each in (w, bias))
         operands = x, w, weights, bias
         if not wants_gradient(*operands):
             return self.kernels.grouped_gemm(*operands, spec)
@@ -422,25 +421,3 @@ class WithGradients:
 
     def moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec) -> Tensor:
         return connected_mlp(self.kernels, x, gate_up, down, weights, spec)
-
-
-def connected_mlp(
-    kernels: Any, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec
-) -> Tensor:
-    """`Backend.moe_mlp` by kernels that have it and its gradient."""
-    given = gate_up, down
-    gate_up, down = [  # to ask an abstract class, as Sequence is one, takes long
-        each if isinstance(each, Tensor) else joined(each, "moe_mlp", accumulates=spec.accumulates) for each in given
-    ]
-    trains = wants_gradient(x, gate_up, down, weights)
-    if spec.quantized is not None:
-        with paddle.no_grad(), without_autocast():
-            matrices = gate_up.detach(), down.detach(), spec.transpose, trains
-            made = made_by(spec.quantized, kernels.name, lambda: kernels.quantize_experts(*matrices))
-            if trains:
-                made = replaced_by(spec.quantized, made, kernels.for_both_passes(made))
-        spec = spec._replace(quantized=made)
-    if not trains:
-        return kernels.moe_mlp(x, gate_up, down, weights, spec, False)[0]
-    operands = x, gate_up, down, weights
-    return connect(MoeMlp(kernels, *operands, spec, given), *operands)[0]

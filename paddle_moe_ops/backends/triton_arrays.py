@@ -8,10 +8,10 @@ from typing import Any
 
 from paddle import Tensor
 
+from .._build_check import loaded_library
 from .._graphs import dense, with_elements
 from .._native import native
 from ..triton.launch import paddle_device
-from .library import loaded_library
 
 __all__ = ["aligned", "dense_rows", "device_of"]
 

@@ -9,34 +9,11 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-FORMAT = "paddle_moe_ops bench 1"
+from .models import FORMAT, MODELS, Model
+
 PICTURES = (".pdf", ".png", ".svg")
-
-
-class Model(NamedTuple):
-    """Sizes of a model's mixture-of-experts layers."""
-
-    name: str
-    hidden: int
-    experts: int
-    topk: int
-
-
-# Of the config.json files of ERNIE-4.5-21B-A3B, ERNIE-4.5-300B-A47B, DeepSeek-V3, Kimi-K2, Qwen3-30B-A3B and
-# Qwen3-235B-A22B.
-MODELS = {
-    model.name: model
-    for model in (
-        Model("ernie-21b", 2560, 64, 6),
-        Model("ernie-300b", 8192, 64, 8),
-        Model("dsv3", 7168, 256, 8),
-        Model("kimi-k2", 7168, 384, 8),
-        Model("qwen3-30b", 2048, 128, 8),
-        Model("qwen3-235b", 4096, 128, 8),
-    )
-}
 NAMES = f"{', '.join(MODELS)}, or sizes as hidden,experts,topk"
 
 

@@ -19,7 +19,7 @@ from paddle import Tensor
 import paddle_moe_ops as ops
 from paddle_moe_ops.testing.routing import random_probs, uniform
 
-from . import Model
+from .models import Model
 
 OURS, OWN, PLAIN = "paddle_moe_ops", "paddle.nn.functional", "plain operators"
 # Part of the sum of the terms' absolute values by which a result may be off: it is rounded to bfloat16 once, those of

@@ -15,8 +15,9 @@ import paddle
 from paddle_moe_ops import _report
 from paddle_moe_ops.backends import resolve
 
-from . import FORMAT, Model, measure
+from . import measure
 from .calls import OWN, Call, Operation, Problem, operations
+from .models import FORMAT, Model
 
 # What Paddle raises where a function cannot run; another version may lack a function or an argument.
 CANNOT_RUN = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, OSError)

@@ -21,7 +21,7 @@ from .. import _checks
 from .._graphs import constant, dense, is_graph_value, numbers_of, public, to_dtype
 from ..backends import RowMaps, Validation, resolve
 from ..routing import calculate_topk, route
-from ..rowmaps import num_rows_of, read_index_map
+from .row_maps import num_rows_of, read_index_map
 
 __all__ = [
     "moe_combine",

@@ -13,10 +13,11 @@ from typing import Any
 
 from paddle import Tensor
 
-from .. import _checks, masked, rowmaps
+from .. import _checks
 from .._graphs import is_graph_value, public
-from ..masked import moe_permute, moe_sort_chunks_by_index, moe_sort_chunks_by_index_with_probs, moe_unpermute
-from ..masked.shared import mask_of, route_mask
+from . import row_maps, te_torch, te_triton
+from .te_masks import mask_of, route_mask
+from .te_torch import moe_permute, moe_sort_chunks_by_index, moe_sort_chunks_by_index_with_probs, moe_unpermute
 
 __all__ = [
     "make_chunk_sort_map",
@@ -43,7 +44,7 @@ def moe_permute_with_probs(
     Returns:
         permuted [N, H], permuted_probs [N], row_id_map int32 [T, 2E + 1]; and permuted_scale if ``scale`` is given.
     """
-    return masked.moe_permute_with_probs(
+    return te_torch.moe_permute_with_probs(
         inp, probs, routing_map, num_out_tokens, scale=scale, zero_prob_as_padding=True
     )
 
@@ -64,7 +65,7 @@ def moe_permute_and_pad_with_probs(
         permuted [N, H], permuted_probs [N], row_id_map, pad_offsets [E] or None, target_tokens_per_expert int64 [E];
         and permuted_scale if ``scale`` is given.
     """
-    return masked.moe_permute_and_pad_with_probs(
+    return te_torch.moe_permute_and_pad_with_probs(
         inp, probs, routing_map, tokens_per_expert, align_size, scale=scale, zero_prob_as_padding=True
     )
 
@@ -80,10 +81,10 @@ def make_row_id_map(
     """
     name = "make_row_id_map"
     if num_out_tokens is None:
-        row_id_map, _ = masked.make_row_id_map(routing_map)
+        row_id_map, _ = te_triton.make_row_id_map(routing_map)
     else:
         num_rows = _checks.integer(name, "num_out_tokens", num_out_tokens, 0)
-        row_id_map = rowmaps.plan_to_row_id_map(route_mask(name, mask_of(name, routing_map), None, num_rows))
+        row_id_map = row_maps.plan_to_row_id_map(route_mask(name, mask_of(name, routing_map), None, num_rows))
     _check_sizes(name, row_id_map, num_tokens, num_experts)
     return row_id_map
 
@@ -111,7 +112,7 @@ def permute_with_mask_map(
     _check_size(name, "hidden_size", hidden_size, inp, 1)
     if scale is not None:
         _check_size(name, "scale_hidden_dim", scale_hidden_dim, scale, 1)
-    moved = masked.permute_with_mask_map(
+    moved = te_triton.permute_with_mask_map(
         inp, row_id_map, num_out_tokens, probs, scale, pad_offsets, zero_prob_as_padding=True
     )
     output, permuted_probs, permuted_scale = moved if isinstance(moved, tuple) else (moved, None, None)
@@ -138,7 +139,7 @@ def unpermute_with_mask_map(
     _check_sizes(name, row_id_map, num_tokens, num_experts)
     _check_size(name, "hidden_size", hidden_size, inp, 1)
     with _checks.renaming(name, name, probs="merging_probs"):
-        sums = masked.unpermute_with_mask_map(inp, row_id_map, merging_probs, pad_offsets, permuted_probs)
+        sums = te_triton.unpermute_with_mask_map(inp, row_id_map, merging_probs, pad_offsets, permuted_probs)
     return sums if isinstance(sums, tuple) else (sums, None)
 
 
@@ -163,7 +164,7 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
     _check_sizes(name, row_id_map, num_tokens, num_experts)
     _check_size(name, "num_out_tokens", num_out_tokens, fwd_input, 0)
     _check_size(name, "hidden_size", hidden_size, fwd_input, 1)
-    return masked.unpermute_with_mask_map_bwd_with_merging_probs(
+    return te_triton.unpermute_with_mask_map_bwd_with_merging_probs(
         fwd_output_grad, row_id_map, fwd_input, merging_probs, pad_offsets
     )
 
@@ -176,7 +177,7 @@ def make_chunk_sort_map(split_sizes: Tensor, sorted_indices: Tensor, num_tokens:
         row_id_map int32 [R].
     """
     _check_size("make_chunk_sort_map", "num_splits", num_splits, split_sizes, 0)
-    return masked.make_chunk_sort_map(split_sizes, sorted_indices, num_tokens)
+    return te_triton.make_chunk_sort_map(split_sizes, sorted_indices, num_tokens)
 
 
 @public("inp", "probs")
@@ -192,7 +193,7 @@ def sort_chunks_by_map(
     _check_size(name, "num_tokens", num_tokens, inp, 0)
     _check_size(name, "hidden_size", hidden_size, inp, 1)
     with _checks.renaming(name, name, chunk_map="row_id_map"):
-        moved = masked.sort_chunks_by_map(inp, row_id_map, probs, is_forward)
+        moved = te_triton.sort_chunks_by_map(inp, row_id_map, probs, is_forward)
     return moved if isinstance(moved, tuple) else (moved, None)
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from paddle import Tensor
 
-from .. import dispatch
 from .._graphs import public
-from ..dispatch import (
+from . import te_jax
+from .te_jax import (
     compute_ragged_all_to_all_params,
     compute_reverse_ragged_all_to_all_params,
     local_permute_after_a2a,
@@ -48,4 +48,4 @@ def token_dispatch(
     Returns:
         rows [N, H], permuted_probs [N] or None, row_id_map, pad_offsets [E] or None, tokens_per_expert [E].
     """
-    return dispatch.token_dispatch(inp, routing_map, num_out_tokens, probs, align_size, zero_prob_as_padding=True)
+    return te_jax.token_dispatch(inp, routing_map, num_out_tokens, probs, align_size, zero_prob_as_padding=True)

@@ -4,18 +4,12 @@
 
 from __future__ import annotations
 
-from .clipping import ClipGradByGlobalNorm
+from .checkpoint import gather_state_dict, shard_state_dict
+from .dispatch import ExpertParallel, Received
 from .fleet import distributed_optimizer
-from .gradients import average_gradients
 from .optimizers import gather_optimizer_state_dict, shard_optimizer_state_dict
-from .parallel import ExpertParallel, Received
-from .parameters import (
-    gather_state_dict,
-    is_expert_parameter,
-    mark_expert_parameters,
-    shard_state_dict,
-)
-from .scaling import GradScaler
+from .parameters import is_expert_parameter, mark_expert_parameters
+from .training import ClipGradByGlobalNorm, GradScaler, average_gradients
 
 __all__ = [
     "ClipGradByGlobalNorm",

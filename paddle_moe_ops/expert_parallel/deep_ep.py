@@ -17,14 +17,14 @@ from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from .._graphs import dense, filled
+from ..backends.autograd import Call, Gradients, connect, first_order_only, linear
 from ..backends.base import Tensors
-from ..backends.nodes import Call, Gradients, connect, first_order_only, linear
 from ..routing import Plan
-from .buffers import buffers_of
-from .calls import Step
+from .agreement import Step
 from .plans import local_plan
+from .symmetric_memory import buffers_of
 
-__all__ = ["ArrivedTokens", "DeepEP"]
+__all__ = ["DeepEP"]
 
 _NAME = "ExpertParallel"
 _DISPATCH, _COMBINE = f"{_NAME}.dispatch", f"{_NAME}.combine"

@@ -19,12 +19,8 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.hybrid_parallel_
 from paddle.incubate.distributed.models.moe import ClipGradForMOEByGlobalNorm
 
 from .. import _checks
-from .buckets import rounded_once
-from .clipping import ClipGradByGlobalNorm
-from .gradients import gradient_of
-from .groups import expert_group_of
-from .mixing import mixing_prevented
-from .parameters import is_expert_parameter, sharding_color
+from .parameters import expert_group_of, fleet_guard_lifted, gradient_of, is_expert_parameter, sharding_color
+from .training import ClipGradByGlobalNorm, rounded_once
 
 __all__ = ["distributed_optimizer"]
 
@@ -84,7 +80,7 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
             _checks.bad_value(_NAME, "parameters", f"{expected} other gradients from Fleet's buffers", "ones without")
         for each in experts:
             each.color = sharding_color(place.copies)
-    with paddle.no_grad(), mixing_prevented():
+    with paddle.no_grad(), fleet_guard_lifted():
         for group in (place.copies, *place.replicas):
             for each in experts if group.nranks > 1 else ():
                 paddle.distributed.broadcast(each, src=group.ranks[0], group=group)

@@ -22,16 +22,15 @@ from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_sta
 
 from .. import _checks
 from .._graphs import without_gradients
-from .gathering import Part, agree_on_parts, copied, destination_of, gather_parts
-from .groups import group_of, groups_of_experts, raising_together
-from .parameters import is_expert_parameter, without_wrapper
+from .agreement import group_of, raising_together
+from .checkpoint import Part, agree_on_parts, copied, destination_of, gather_parts, without_wrapper
+from .parameters import groups_of_experts, is_expert_parameter
 
 __all__ = ["gather_optimizer_state_dict", "shard_optimizer_state_dict"]
 
 _MASTERS, _SCHEDULER = "master_weights", "LR_Scheduler"  # Paddle's entries that are not tensors
 _NAMES = "parameter_names"  # and ours
 _SHOWN_KEYS = 8
-
 # What follows a parameter's name: an accumulator's name and its number, with the master weight's before them.
 _ENDING = re.compile(r"_.+_\d+")
 # Adam's powers have shape [1] whatever the parameter's shape is.

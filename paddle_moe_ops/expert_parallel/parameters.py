@@ -1,38 +1,101 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of experts that are spread over ranks: how others know them, and their checkpoints."""
+"""Parameters of experts that are spread over ranks: their marks, the ranks that share them, and the Fleet guard.
+
+The Fleet guard: optimizers of Fleet that assume the same parameters on all ranks refuse experts, which differ.
+"""
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import paddle
 from paddle import Tensor, nn
 from paddle.distributed.communication.group import Group
-from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
+from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding_optimizer import (
+    DygraphShardingOptimizer,
+    DygraphShardingOptimizerV2,
+)
+from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.hybrid_parallel_optimizer import HybridParallelOptimizer
+from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2 import GroupShardedOptimizerStage2
+from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import GroupShardedStage3
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight, shard_weight
 
 from .. import _checks
-from .._graphs import without_gradients
-from .gathering import Part, agree_on_parts, copied, destination_of, gather_parts
-from .groups import expert_group_of, group_of, groups_of_experts, raising_together
-from .mixing import refuse_to_mix_experts
+from .._graphs import context_manager
+from .agreement import group_of
 
 __all__ = [
+    "are_copies_connected",
+    "connect_copies",
+    "copies_of",
     "copy_marks",
-    "gather_state_dict",
+    "expert_group_of",
+    "fleet_guard_lifted",
+    "gradient_of",
+    "group_of_experts",
+    "groups_of_experts",
     "is_expert_parameter",
     "mark_expert_parameters",
-    "shard_state_dict",
     "sharded_state_of_experts",
     "sharding_color",
     "start_as_one",
-    "without_wrapper",
 ]
 
+_MAKER = "paddle_moe_ops.expert_parallel.distributed_optimizer"
+_STAGE_1 = f"parameters that all its ranks have; make the optimizer with {_MAKER}"
+_OTHERS = f"parameters that all its ranks have; shard a model with experts by stage 1, with {_MAKER}"
+_is_lifted = False
 _SHARDING_COLOR = "moe_expert"  # what programs for Fleet call it
+_NO_COPIES = -1
+_connected: dict[tuple[int, ...], Group] = {}  # the same on all ranks, since all connect each of them
+
+
+@context_manager
+def fleet_guard_lifted() -> Iterator[None]:
+    """Let optimizers be made whose maker sees to it that no experts are mixed."""
+    global _is_lifted
+    _is_lifted = True
+    try:
+        yield
+    finally:
+        _is_lifted = False
+
+
+@functools.cache
+def set_fleet_guard() -> None:
+    """Let optimizers that would reduce and broadcast experts of several ranks raise a ValueError when they are made."""
+    _check_first(DygraphShardingOptimizer, lambda optimizer, *_, **__: optimizer._parameter_list, _STAGE_1)
+    _check_first(DygraphShardingOptimizerV2, _without_color, _STAGE_1)
+    _check_first(HybridParallelOptimizer, _without_color, _STAGE_1)  # which may clip by another norm on each rank
+    _check_first(GroupShardedOptimizerStage2, lambda params, *_, **__: params, _OTHERS)
+    _check_first(GroupShardedStage3, lambda layer, *_, **__: layer.parameters(), _OTHERS)
+
+
+def _without_color(optimizer: Any, *_: Any, **__: Any) -> list[Tensor]:
+    """Those of which the second sharding optimizer does not know which ranks have copies."""
+    listed = optimizer._parameter_list or ()
+    groups = [each["params"] if isinstance(each, dict) else [each] for each in listed]
+    return [each for group in groups for each in group if not isinstance(getattr(each, "color", None), dict)]
+
+
+def _check_first(kind: type, parameters_of: Callable[..., Any], expected: str) -> None:
+    """Check the parameters that objects of a class are made for."""
+    make = kind.__init__  # type: ignore[misc]
+
+    @functools.wraps(make)
+    def checked(self: Any, *arguments: Any, **options: Any) -> None:
+        for each in () if _is_lifted else parameters_of(*arguments, **options):
+            group = expert_group_of(each)
+            if group is not None:
+                given = f"{each.name!r}, of experts on ranks {group.ranks}, each of which has others"
+                _checks.bad_value(kind.__name__, "parameters", expected, given)
+        make(self, *arguments, **options)
+
+    kind.__init__ = checked  # type: ignore[misc]
 
 
 def mark_expert_parameters(experts: nn.Layer, sharding_group: Any = None, *, group: Any = None) -> None:
@@ -68,7 +131,7 @@ def mark_expert_parameters(experts: nn.Layer, sharding_group: Any = None, *, gro
     if group is not None:
         shared_by = group_of(function, group)
         if shared_by.nranks > 1:
-            refuse_to_mix_experts()
+            set_fleet_guard()
     for parameter in experts.parameters():
         parameter.no_sync = parameter.expert = True
         if color is not None:
@@ -125,18 +188,6 @@ def _sharded_state_of_marked(layer: nn.Layer, structured_name_prefix: str = "") 
     return sharded_state_of_experts(layer, structured_name_prefix)
 
 
-def without_wrapper(function: str, layer: Any) -> nn.Layer:
-    """The model that `paddle.DataParallel` or ``fleet.distributed_model`` wrapped, whose states have its names.
-
-    Raises:
-        TypeError: it is not a layer; the message begins with the function's name.
-    """
-    _checks.instance(function, "layer", layer, nn.Layer, "a Layer")
-    while isinstance(layer, (paddle.DataParallel, MetaParallelBase)):
-        layer = layer._layers
-    return layer
-
-
 def sharding_color(copies: Group) -> dict[str, Any]:
     """What tells Fleet's ``DygraphShardingOptimizerV2`` between which ranks to divide experts."""
     return {"color": _SHARDING_COLOR, "group": copies}
@@ -159,114 +210,115 @@ def start_as_one(layers: Iterable[nn.Layer | None], group: Group) -> None:
             paddle.distributed.broadcast(value, src=group.ranks[0], group=group)
 
 
-@without_gradients
-def gather_state_dict(
-    layer: nn.Layer, group: Any = None, *, dst: int | None = None, to_cpu: bool = False
-) -> dict[str, Tensor]:
-    """Gather the state that a model would have in one process, with the experts of all ranks. All ranks must call it.
-
-    Not differentiable. Bit-exact copies; the host waits for the other ranks. Parameters of experts are gathered one
-    after the other.
-
-    Args:
-        layer: the model, or what `paddle.DataParallel` or ``fleet.distributed_model`` made of it; what
-            `mark_expert_parameters` marked is gathered.
-        group: the ranks that share the experts, as `ExpertParallel` takes it. None: each parameter is gathered from the
-            group that it was marked with, so layers may have different groups, and from all ranks if it has none; then
-            all ranks must call this.
-        dst: the only rank that gets the state, a number of `paddle.distributed`, as in `paddle.distributed.gather`.
-            None: all ranks get it.
-        to_cpu: whether the tensors are returned in the host's memory. Each goes there before the next one is gathered,
-            so a GPU has one whole parameter of experts at a time.
-
-    Returns:
-        ``layer.state_dict()``, in which stacked parameters [E / P, ...] of experts are [E, ...]; on other ranks than
-        ``dst`` an empty dict.
-
-    Raises:
-        TypeError: the layer is not a layer, the group not a group, ``dst`` not an int, or ``to_cpu`` not a bool.
-        ValueError: this process is not one of the group's ranks, other ranks share the experts, or ``dst`` is not one
-            of the ranks; on every rank, if ranks that share experts have different parameters of them, or ``dst``
-            differs.
-        RuntimeError: another rank raised an error.
-    """
-    function = "gather_state_dict"
-    everyone = group_of(function, group)
-    with raising_together(function, everyone):
-        destination = destination_of(function, everyone, dst, to_cpu)
-        layer = without_wrapper(function, layer)
-        state = dict(layer.state_dict())
-        marked = _marked(layer)
-        label = "layer.state_dict()[{!r}]"
-        shared_by = groups_of_experts(function, label, marked, everyone, is_given=group is not None)
-        parts = {name: Part(state[name], shared_by[name]) for name in marked}
-    agree_on_parts(function, everyone, label, parts, destination)
-    whole = gather_parts(parts, destination)
-    if not destination.is_here:
-        return {}
-    return {name: whole[name] if name in whole else copied(value, destination) for name, value in state.items()}
+def group_of_experts(parameter: Tensor, otherwise: Group) -> Group:
+    """The ranks that share the experts of a parameter, by its mark; another group if that names none."""
+    number = getattr(parameter, "expert_group_id", None)
+    if number is None:
+        return otherwise
+    if number < 0:  # this rank alone, which `group_of` returns as such
+        return Group(0, -1, [paddle.distributed.get_rank()], name="expert_parallel_alone")
+    return paddle.distributed.get_group(number) or otherwise
 
 
-def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = None) -> dict[str, Tensor]:
-    """Cut this rank's part out of a whole state, for ``layer.set_state_dict``: a checkpoint fits any number of ranks.
+def expert_group_of(parameter: Tensor) -> Group | None:
+    """The several ranks that share the experts of a parameter, if it is marked as one of them."""
+    group = group_of_experts(parameter, Group(0, -1, [0]))
+    return None if group.nranks == 1 else group
 
-    Ranks do not communicate. Bit-exact copies of experts; all other tensors are those of ``state``.
+
+def check_group_of_experts(function: str, label: str, parameters: Mapping[Any, Tensor], group: Group) -> None:
+    """Check that a group is the one whose ranks share the experts.
 
     Args:
-        state: that of one process, or from `gather_state_dict`. It has all experts of the layer; other tensors may be
-            missing.
-        layer: the model that it is for, wrapped or not.
-        group: the ranks that share the experts, as `ExpertParallel` takes it. None: for each parameter the group that
-            it was marked with, or all ranks if it has none.
-
-    Returns:
-        ``state``, in which each stacked parameter [E, ...] of experts is [E / P, ...].
+        function: name that begins the message.
+        label: what a parameter is called, with {!r} in place of its key.
+        parameters: any.
+        group: what the caller gave.
 
     Raises:
-        TypeError: the state is not a dict, the layer not a layer, or the group not a group.
-        ValueError: the state lacks experts of the layer, or its keys have a prefix such as ``_layers.``; a tensor does
-            not have the shape that the layer's has, or a parameter of experts not those of all ranks; other ranks than
-            the group's share the experts; this process is not one of the group's ranks.
+        ValueError: a parameter is marked as that of experts which other ranks share.
     """
-    name = "shard_state_dict"
-    everyone, layer = group_of(name, group), without_wrapper(name, layer)
-    _checks.instance(name, "state", state, Mapping, "a dict of tensors, as gather_state_dict gives it")
-    part, own, marked = dict(state), layer.state_dict(), _marked(layer)
-    groups = groups_of_experts(name, "layer.state_dict()[{!r}]", marked, everyone, is_given=group is not None)
-    _check_keys(name, part, own, marked)
-    for key in sorted(own.keys() & part.keys()):
-        given, shape = list(part[key].shape), list(own[key].shape)
-        if key not in marked:
-            if given != shape:
-                _checks.bad_value(name, f"state[{key!r}]", f"of shape {shape}", given)
-            continue
-        count, *others = shape
-        shared_by = groups[key]
-        whole = [count * shared_by.nranks, *others]
-        if given != whole:
-            expected = f"of shape {whole}, the experts of {shared_by.nranks} ranks"
-            _checks.bad_value(name, f"state[{key!r}]", expected, given)
-        part[key] = part[key][shared_by.rank * count : (shared_by.rank + 1) * count]
-    return part
+    for key, parameter in parameters.items():
+        own = group_of_experts(parameter, group)
+        if own.ranks != group.ranks:
+            expected = f"the group that shares the experts of {label.format(key)}, ranks {own.ranks}"
+            _checks.bad_value(function, "group", expected, f"ranks {group.ranks}")
 
 
-def _check_keys(
-    function: str, state: Mapping[str, Tensor], own: Mapping[str, Tensor], experts: Mapping[str, Tensor]
-) -> None:
-    """Refuse a state of which ``layer.set_state_dict`` would load no experts, or nothing, with a warning at most."""
-    missing = [key for key in experts if key not in state]
-    if not missing and (not own or not own.keys().isdisjoint(state)):
-        return
-    key = next(iter(missing or own))
-    for other in state:
-        if other.endswith(f".{key}") and other not in own:
-            expected, prefix = f"with keys of layer.state_dict(), such as {key!r}", other.removesuffix(key)
-            _checks.bad_value(function, "state", expected, f"{other!r}, which has the prefix {prefix!r}")
-    of_what = "all experts of the layer" if missing else "tensors of the layer"
-    _checks.bad_value(function, "state", f"one with {of_what}", f"one without {key!r}")
+def groups_of_experts(
+    function: str, label: str, parameters: Mapping[Any, Tensor], group: Group, *, is_given: bool
+) -> dict[Any, Group]:
+    """The ranks that share the experts of each parameter.
+
+    Args:
+        function: name that begins the message.
+        label: what a parameter is called, with {!r} in place of its key.
+        parameters: those of experts.
+        group: of a parameter whose mark names none.
+        is_given: whether the caller chose the group, so that it must be that of each mark.
+
+    Raises:
+        ValueError: a parameter is marked as that of experts which other ranks share.
+    """
+    if is_given:
+        check_group_of_experts(function, label, parameters, group)
+    return {key: group_of_experts(each, group) for key, each in parameters.items()}
 
 
-def _marked(layer: nn.Layer) -> dict[str, Tensor]:
-    """The parameters of experts by their keys in a state, in which layers used twice are twice."""
-    own = nn.Layer.state_dict(layer, use_hook=False)  # hooks may return other tensors, without marks
-    return {name: own[name] for name in sorted(own) if is_expert_parameter(own[name])}
+def are_copies_connected(parameter: Tensor, everyone: Group) -> bool:
+    """Whether `copies_of` knows the copies of a parameter, whose experts are shared by some of the ranks."""
+    return getattr(parameter, "expert_copies", (None,))[0] == group_of_experts(parameter, everyone).id
+
+
+def copies_of(parameter: Tensor, everyone: Group) -> Group | None:
+    """The several ranks that have copies of the same experts as this rank, each in a group of its own, or None."""
+    if group_of_experts(parameter, everyone).ranks == everyone.ranks:
+        return None
+    number: int = parameter.expert_copies[1]
+    return None if number == _NO_COPIES else paddle.distributed.get_group(number)
+
+
+def connect_copies(function: str, experts: Mapping[str, Tensor], everyone: Group) -> None:
+    """Let `copies_of` know the copies of parameters; every rank must call it, with parameters in the same order.
+
+    Groups of a parameter have one size on all ranks.
+
+    Args:
+        function: name that begins the message.
+        experts: parameters, by what a message calls them.
+        everyone: all ranks.
+
+    Raises:
+        ValueError: on every rank, if the groups of a parameter overlap.
+    """
+    of_ranks: list[Any] = []
+    own = [group_of_experts(each, everyone) for each in experts.values()]
+    paddle.distributed.all_gather_object(of_ranks, [tuple(each.ranks) for each in own], group=everyone)
+    this = everyone.ranks[everyone.rank]
+    for number, (label, parameter) in enumerate(experts.items()):
+        groups = [each[number] for each in of_ranks]
+        parts = sorted(set(groups))
+        if any(groups[everyone.ranks.index(rank)] != part for part in parts for rank in part):
+            expected = "shared by groups that have each rank once"
+            _checks.bad_value(function, label, expected, f"groups of ranks {[list(each) for each in parts]}")
+        for copies in zip(*parts, strict=True):
+            group = _group_of(copies, everyone)
+            if this in copies:
+                parameter.expert_copies = (own[number].id, _NO_COPIES if group is None else group.id)
+
+
+def _group_of(copies: tuple[int, ...], everyone: Group) -> Group | None:
+    if len(copies) == 1:
+        return None
+    if list(copies) == everyone.ranks:
+        return everyone
+    if copies not in _connected:
+        _connected[copies] = paddle.distributed.new_group(list(copies))
+        paddle.distributed.barrier(group=everyone)  # gloo needs it between groups
+    return _connected[copies]
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """The gradient of a parameter, in ``main_grad`` where that is set."""
+    main: Tensor | None = getattr(parameter, "main_grad", None)
+    return parameter.grad if main is None else main

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens go to which rank, and how the rows of the local experts go back."""
+"""Plans of ranks: which tokens go to which rank, and how the rows of the local experts go back."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from paddle import Tensor
 
 from .._graphs import beside, filled, numbers_of
 from ..backends import compiled_backend, direct, resolve
+from ..functional import sort_chunks
 from ..routing import Plan, route
-from .channels import HEADER
-from .exchange import Chunks
 
 __all__ = [
-    "EqualParts",
+    "HEADER",
+    "Chunks",
     "chunks_of",
     "equal_parts",
+    "kept_ids",
     "local_ids_of",
     "local_plan",
     "plan_of_ranks",
@@ -26,6 +27,7 @@ __all__ = [
     "weights_by_row",
 ]
 
+HEADER = 64  # PMO_RECORDS_HEADER
 _BY_ROW = ("row_to_token", "row_to_slot", "row_to_expert")
 
 
@@ -63,6 +65,22 @@ def plan_of_ranks(ids: Tensor, num_ranks: int, experts_of_rank: int, capacity: i
 def trimmed(plan: Plan, num_rows: int) -> Plan:
     """The plan with a buffer of just the rows that exist."""
     return plan._replace(**{name: getattr(plan, name)[:num_rows] for name in _BY_ROW}, num_rows=num_rows)
+
+
+class Chunks(NamedTuple):
+    """The rows of the local experts in chunks, one for each expert and rank.
+
+    Attributes:
+        sizes: int32 [C], rows of each chunk in the order (expert, rank), which is that of the local plan.
+        to_ranks: int32 [C], the chunks in the order (rank, expert), in which they travel.
+    """
+
+    sizes: Tensor
+    to_ranks: Tensor
+
+    def by_rank(self, rows: Tensor) -> Tensor:
+        """The rows in the order in which they travel; differentiable."""
+        return sort_chunks(rows, self.sizes, self.to_ranks)[0]
 
 
 class EqualParts(NamedTuple):
@@ -185,3 +203,8 @@ def chunks_of(of_experts: list[list[int]], like: Tensor) -> Chunks:
 def weights_by_row(probs: Tensor, plan: Plan) -> Tensor:
     """Probabilities by row for `combine`, before which the caller may write others to the memory of these."""
     return resolve("unpermute", probs).slots_to_rows(probs, plan)
+
+
+def kept_ids(ids: Tensor, plan: Plan) -> Tensor:
+    """The ids as int32, -1 where a slot was dropped."""
+    return paddle.where(plan.slot_to_row >= 0, ids.astype("int32"), paddle.full_like(plan.slot_to_row, -1))

@@ -1,33 +1,280 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where ranks that share memory wait for each other, and compare the calls that they are in."""
+"""Rendezvous of a group's ranks: on the host for a limited time, and on the device as a barrier in symmetric memory.
+
+On the host nothing is sent while all ranks come. A rank that has waited for a while says so in the store of
+`paddle.distributed`, so those that give up can tell who did not come.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import math
+import threading
+import time
 import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import paddle
 from numpy.typing import NDArray
 from paddle import Tensor
+from paddle.base import core
 from paddle.distributed.communication.group import Group
 
-from .._graphs import filled
+from .. import _checks
+from .._graphs import context_manager, filled
 from ..backends import direct
-from .calls import CALL_WORDS, Kind, Step, check_calls, raise_for_modes
-from .groups import agree
-from .windows import Window, granularity, share
+from .agreement import CALL_WORDS, Kind, Step, agree, check_calls, is_gloo, raise_for_modes
+from .symmetric_memory import BufferShape, allocate, granularity
 
-__all__ = ["Rendezvous"]
+__all__ = ["DEFAULT_TIMEOUT_S", "Barrier", "Rendezvous", "checked_timeout"]
 
+DEFAULT_TIMEOUT_S = 600.0
+_LEAST_S, _MOST_S = 0.001, 1e6
+_QUIET_S = 1.0  # after which a rank says that it waits
+_NAP_S = 0.01  # between questions from then on
+_STORE_S = 5.0  # for the store to answer
+_Result = TypeVar("_Result")
+_IsDone = Callable[[float], bool]  # waits for so many seconds at most
 _MODES_DIFFER = 2  # PMO_GRADIENT_MODES_DIFFER
 _EXCHANGE = 4  # the word of a call that is the number of the exchange
 
 
+def checked_timeout(function: str, value: Any) -> float:
+    """Check the seconds for which a rank is to wait."""
+    seconds = _checks.number(function, "timeout", value)
+    if not _LEAST_S <= seconds <= _MOST_S:
+        _checks.bad_value(function, "timeout", f"a number of seconds from {_LEAST_S:g} to {_MOST_S:g}", value)
+    return seconds
+
+
 class Rendezvous:
-    """The barrier of a group on one kind of device, which all its buffers share.
+    """What all ranks of a group do together, in the same order. One that waits too long for the others raises.
+
+    Args:
+        group: the ranks.
+        seconds: how long a rank waits.
+    """
+
+    def __init__(self, group: Group, seconds: float) -> None:
+        self._group, self._seconds = group, seconds
+        self._waits = _waits_of(group)
+
+    def call(self, function: str, work: Callable[[], _Result]) -> _Result:
+        """The result of work that blocks until all ranks came.
+
+        It runs in a thread of its own, which keeps waiting if they do not come.
+
+        Args:
+            function: name that begins the message.
+            work: what to do.
+
+        Raises:
+            RuntimeError: it took too long, or failed.
+        """
+        job = _Job(work)
+        self._wait(function, job.is_done)
+        with self.naming_ranks(function):  # here, since the store serves one thread at a time
+            return job.result()
+
+    def wait(self, function: str, task: Any) -> None:
+        """Wait for a task of `paddle.distributed` that does not block.
+
+        Args:
+            function: name that begins the message.
+            task: of a collective with ``sync_op=False``.
+
+        Raises:
+            RuntimeError: it took too long.
+        """
+        begin = time.monotonic()
+
+        def is_done(seconds: float) -> bool:
+            end = time.monotonic() + seconds
+            while not task.is_completed():
+                now = time.monotonic()
+                if now >= end:
+                    return False
+                if now - begin > _QUIET_S:  # before that each question is worth its time
+                    time.sleep(min(_NAP_S, end - now))
+            return True
+
+        self._wait(function, is_done)
+        task.wait()
+
+    def largest(self, function: str, numbers: Tensor) -> None:
+        """Replace each number by the largest one that a rank has in its place.
+
+        Args:
+            function: name that begins the message.
+            numbers: of one shape and dtype on all ranks.
+
+        Raises:
+            RuntimeError: it took too long, or failed.
+        """
+        how: dict[str, Any] = {"op": paddle.distributed.ReduceOp.MAX, "group": self._group}
+        if is_gloo(self._group):  # whose collectives always block
+            self.call(function, lambda: paddle.distributed.all_reduce(numbers, **how))
+        else:
+            with self.naming_ranks(function, counts=True):  # devices that are not asynchronous fail here
+                task = paddle.distributed.all_reduce(numbers, **how, sync_op=False)
+            self.wait(function, task)
+
+    @context_manager
+    def naming_ranks(self, function: str, *, counts: bool = False) -> Iterator[None]:
+        """Turn the error of a transfer into one that names the ranks that ended.
+
+        The others fail as well, or wait, and say so in the store.
+
+        Args:
+            function: name that begins the message.
+            counts: whether the transfer is a rendezvous of its own, and not a part of a `call`. What a rank said of a
+                rendezvous before says nothing about this one then.
+
+        Raises:
+            RuntimeError: the transfer failed.
+        """
+        if counts:
+            self._waits.arrive()
+        try:
+            yield
+        except (RuntimeError, OSError, ValueError) as error:  # what backends of paddle.distributed raise
+            lines = str(error).strip().splitlines() or ["no reason given"]
+            self._waits.announce()
+            absent = self._absent(_nap, min(_QUIET_S, self._seconds / 4))
+            ranks, rank = self._group.ranks, self._group.ranks[self._group.rank]
+            others = f"the other ranks of {ranks}, one of which may have ended or failed"
+            if absent:
+                others = f"ranks {absent} of {ranks}, which ended or do something else"
+            raise RuntimeError(f"{function}: rank {rank} could not exchange data with {others}: {lines[-1]}") from error
+
+    def _wait(self, function: str, is_done: _IsDone) -> None:
+        begin, quiet = time.monotonic(), min(_QUIET_S, self._seconds / 4)
+        self._waits.arrive()
+        if is_done(quiet):
+            return
+        self._waits.announce()
+        if is_done(max(begin + self._seconds - time.monotonic(), 0.0)):
+            return
+        absent = self._absent(is_done, quiet)
+        if is_done(0.0):
+            return
+        ranks, others = self._group.ranks, f"of {self._group.ranks}"
+        if absent is None:
+            reason = (
+                f"for others {others}; which of them did not come is unknown, since the store of paddle.distributed, "
+                "which the process of rank 0 has, does not answer: that process may have ended"
+            )
+        elif absent:
+            reason = f"for ranks {absent} {others}, which did not come: they ended, hang or do something else"
+        else:
+            reason = f"though all ranks {others} do: they called different functions, or an exchange before failed"
+        raise RuntimeError(f"{function}: rank {ranks[self._group.rank]} waited {self._seconds:g} s {reason}")
+
+    def _absent(self, is_done: _IsDone, quiet: float) -> list[int] | None:
+        """The ranks that do not say that they wait here; None if that is unknown.
+
+        A rank that came a moment ago says so after its quiet time.
+        """
+        group, end = self._group, time.monotonic() + 2 * quiet
+        absent: list[int] | None = [rank for rank in range(group.nranks) if rank != group.rank]
+        while absent:
+            absent = self._waits.absent_of(absent)
+            if time.monotonic() > end or is_done(quiet / 4):
+                break
+        return None if absent is None else [group.ranks[rank] for rank in absent]
+
+
+def _nap(seconds: float) -> bool:
+    """Nothing is ever done, but time passes."""
+    time.sleep(seconds)
+    return False
+
+
+class _Waits:
+    """The rendezvous of a group, and which of them its ranks wait in. A rank is a number within the group."""
+
+    def __init__(self, group: Group) -> None:
+        self._key = f"paddle_moe_ops/waits/{group.id}/{'-'.join(map(str, group.ranks))}"
+        self._rank, self._came, self._told = group.rank, 0, 0
+        self._answers = True
+
+    def arrive(self) -> None:
+        """Count a rendezvous."""
+        self._came += 1
+
+    def announce(self) -> None:
+        """Say that this rank waits in the last rendezvous."""
+        if self._add(self._rank, self._came - self._told) is not None:
+            self._told = self._came
+
+    def absent_of(self, ranks: list[int]) -> list[int] | None:
+        """Those that wait neither in the last rendezvous nor in a later one; None: the store does not answer."""
+        absent = []
+        for rank in ranks:
+            number = self._add(rank, 0)  # a counter that was not made is zero; to get it would wait
+            if number is None:
+                return None
+            if number < self._came:
+                absent.append(rank)
+        return absent
+
+    def _add(self, rank: int, number: int) -> int | None:
+        """Add to the counter of a rank, and give its value."""
+        if not self._answers:
+            return None
+        job = _Job(lambda: int(core.create_or_get_global_tcp_store().add(f"{self._key}/{rank}", number)))
+        self._answers = job.is_done(_STORE_S)
+        try:
+            return job.result() if self._answers else None
+        except (RuntimeError, ValueError, OSError):  # what Paddle raises of sockets
+            self._answers = False
+            return None
+
+
+class _Job(Generic[_Result]):
+    """Work in a thread that does not keep the process from ending."""
+
+    def __init__(self, work: Callable[[], _Result]) -> None:
+        self._work, self._done = work, threading.Event()
+        self._results: list[_Result] = []
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, daemon=True, name="paddle_moe_ops").start()
+
+    def _run(self) -> None:
+        try:
+            self._results.append(self._work())
+        except BaseException as error:  # for the thread that waits
+            self._error = error
+        finally:
+            self._done.set()
+
+    def is_done(self, seconds: float) -> bool:
+        """Wait for so many seconds at most."""
+        return self._done.wait(seconds)
+
+    def result(self) -> _Result:
+        """What the work gave or raised, once it is done."""
+        if self._error is not None:
+            raise self._error
+        return self._results[0]
+
+
+_waits_of_groups: dict[str, _Waits] = {}
+
+
+def _waits_of(group: Group) -> _Waits:
+    """One for all rendezvous of a group, since it counts them."""
+    key = f"{group.id} {group.ranks}"
+    if key not in _waits_of_groups:
+        _waits_of_groups[key] = _Waits(group)
+    return _waits_of_groups[key]
+
+
+class Barrier:
+    """The barrier of a group on one kind of device, which all its symmetric buffers share.
 
     Each exchange has a number. Buffers come in pairs: those of one parity are used again two exchanges later, and
     between the two uses lies the barrier of the exchange between, which a rank reaches only after all its work on the
@@ -39,7 +286,7 @@ class Rendezvous:
 
     def __init__(self, group: Group, like: Tensor) -> None:
         page, self._group = granularity(like.place), group
-        flags = share(group, like, Window(page, group.nranks, page, paddle.uint8))
+        flags = allocate(group, like, BufferShape(page, group.nranks, page, paddle.uint8))
         flags.arrived.zero_()
         flags.arrived[:, :1].tolist()  # waits until they are zero
         agree("ExpertParallel.dispatch", group, {})  # waits until they are zero on all ranks

@@ -17,7 +17,7 @@ from .. import _checks
 from .._activations import ACTIVATIONS, activate, swiglu
 from .._graphs import in_float32, is_graph_value, public, ready_for_matmul
 from ..backends import Float8Matrices, accumulated
-from ..backends.float8_matrices import holds_others, is_default
+from ..backends.experts import holds_others, is_default
 from ..expert_parallel.parameters import copy_marks, sharded_state_of_experts
 from ..gemm import grouped_gemm
 from ..mlp import IN_GRAPH, check_compute, check_destinations, check_memory_options, moe_mlp

@@ -15,11 +15,11 @@ from paddle.jit.sot.psdb import in_sot
 
 from .. import _checks
 from .._graphs import filled, is_graph_value, public
-from ..expert_parallel.groups import group_of, raising_together
-from ..expert_parallel.meetings import DEFAULT_TIMEOUT_S
-from ..expert_parallel.parallel import ExpertParallel, parallel_of_agreed, telling_of_errors
+from ..expert_parallel.agreement import group_of, raising_together
+from ..expert_parallel.alltoall import check_travel
+from ..expert_parallel.dispatch import ExpertParallel, parallel_of_agreed, telling_of_errors
 from ..expert_parallel.parameters import mark_expert_parameters, start_as_one
-from ..expert_parallel.transports import check_travel
+from ..expert_parallel.rendezvous import DEFAULT_TIMEOUT_S
 from ..routing import Plan, route
 from ._common import add, check_rows, misnamed, warn_user, with_shape_of
 from .experts import SwiGLU, SwiGLUExperts

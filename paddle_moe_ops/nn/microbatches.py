@@ -8,7 +8,7 @@ from paddle import nn
 
 from .. import _checks
 from ..backends import Float8Matrices
-from ..backends.float8_matrices import make_default
+from ..backends.experts import make_default
 
 
 def set_is_first_microbatch(model: nn.Layer) -> int:

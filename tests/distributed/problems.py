@@ -14,7 +14,7 @@ from paddle.distributed.communication.group import Group
 
 from paddle_moe_ops import dequantize_1x128, permute, quantize_1x128, route, unpermute, use_backend
 from paddle_moe_ops.backends.arrays import to_tensor
-from paddle_moe_ops.expert_parallel.calls import Kind, LayerCall, LayerNumber, Step
+from paddle_moe_ops.expert_parallel.agreement import Kind, LayerCall, LayerNumber, Step
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
 

@@ -14,8 +14,8 @@ import paddle
 import pytest
 from numpy.typing import NDArray
 
-from paddle_moe_ops.expert_parallel import ClipGradByGlobalNorm, average_gradients, buckets, mark_expert_parameters
-from paddle_moe_ops.expert_parallel.gradients import gradient_of
+from paddle_moe_ops.expert_parallel import ClipGradByGlobalNorm, average_gradients, mark_expert_parameters, training
+from paddle_moe_ops.expert_parallel.parameters import gradient_of
 
 from .processes import run
 from .test_expert_parallel_errors import caught, end_rank_1
@@ -201,7 +201,7 @@ def in_buckets(bucket_bytes: int) -> tuple[list[NDArray], list[str]]:
         asked.append(f"{tensor.size} of {str(tensor.dtype).removeprefix('paddle.')}")
 
     with reductions_told(tell) as patch:
-        patch.setattr(buckets, "BUCKET_BYTES", bucket_bytes)
+        patch.setattr(training, "BUCKET_BYTES", bucket_bytes)
         average_gradients(parameters)
     return [each.astype("float32").numpy() for each in kept], asked
 

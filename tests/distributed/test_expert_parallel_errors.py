@@ -20,7 +20,7 @@ from paddle_moe_ops.expert_parallel import (
     distributed_optimizer,
     gather_state_dict,
     shard_state_dict,
-    windows,
+    symmetric_memory,
 )
 from paddle_moe_ops.nn import MoELayer
 
@@ -317,7 +317,7 @@ def bad_options_on_one_rank() -> list[str]:
     def without_memory() -> None:
         ep = ExpertParallel(4, group, combine="reduced", transport="peer", tokens_per_rank=16)
         with pytest.MonkeyPatch.context() as patch:
-            for memory in (windows._Files, windows._DeviceMemory) if rank else ():
+            for memory in (symmetric_memory._HostMemory, symmetric_memory._DeviceMemory) if rank else ():
                 patch.setattr(memory, "make", lambda self: os.open("/no such file", os.O_RDONLY))
             ep.dispatch(*inputs(0))
 

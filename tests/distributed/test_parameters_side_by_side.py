@@ -10,7 +10,7 @@ import pytest
 from paddle import nn
 
 from paddle_moe_ops import moe_mlp, route, use_backend
-from paddle_moe_ops.backends.joining import parts_of, view_of
+from paddle_moe_ops.backends.stacking import parts_of, view_of
 from paddle_moe_ops.nn import lay_side_by_side
 from tests.distributed.processes import run
 

@@ -15,8 +15,8 @@ import pytest
 from paddle.base import core
 
 from paddle_moe_ops.expert_parallel import ExpertParallel, GradScaler, average_gradients
-from paddle_moe_ops.expert_parallel.meetings import Meeting
-from paddle_moe_ops.expert_parallel.transports import Scatters
+from paddle_moe_ops.expert_parallel.alltoall import Scatters
+from paddle_moe_ops.expert_parallel.rendezvous import Rendezvous
 
 from . import processes
 from .problems import step_of
@@ -239,8 +239,8 @@ class Never:
 
 
 def wait_for_never() -> str:
-    meeting = Meeting(paddle.distributed.get_group(0), TIMEOUT_S)
-    return caught(lambda: meeting.wait("f", Never()))
+    rendezvous = Rendezvous(paddle.distributed.get_group(0), TIMEOUT_S)
+    return caught(lambda: rendezvous.wait("f", Never()))
 
 
 def test_ranks_that_all_wait_are_told_so():
@@ -253,10 +253,10 @@ def test_ranks_that_all_wait_are_told_so():
 
 def transfer_that_one_rank_misses() -> str:
     """The error of rank 0 in a transfer of its own, after one in which both ranks failed."""
-    meeting = Meeting(paddle.distributed.new_group([0, 1]), 0.1)
+    rendezvous = Rendezvous(paddle.distributed.new_group([0, 1]), 0.1)
 
     def fail() -> None:
-        with meeting.naming_ranks("f", counts=True):
+        with rendezvous.naming_ranks("f", counts=True):
             raise RuntimeError("reset by peer")
 
     caught(fail)

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from paddle.distributed.communication.group import Group
 
 from paddle_moe_ops.backends.arrays import to_numpy, to_tensor
-from paddle_moe_ops.expert_parallel.transports import AllToAll, Alone, Scatters, transport_for
-from paddle_moe_ops.expert_parallel.windows import Window, granularity, share
+from paddle_moe_ops.expert_parallel.alltoall import AllToAll, Alone, Scatters, transport_for
+from paddle_moe_ops.expert_parallel.symmetric_memory import BufferShape, allocate, granularity
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
 from .problems import on_this_device, step_of
@@ -78,7 +78,7 @@ def files_before_and_after_windows() -> list[int]:
     found = [len(os.listdir("/proc/self/fd"))]
     page = granularity(place)
     for _ in range(3):
-        views = share(group, paddle.zeros([1]), Window(page, 2, page // 4, paddle.int32))
+        views = allocate(group, paddle.zeros([1]), BufferShape(page, 2, page // 4, paddle.int32))
         views.peers[1, :2] = paddle.to_tensor([7, group.rank], "int32")
         paddle.distributed.barrier()
         if group.rank == 1:

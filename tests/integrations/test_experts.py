@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 import paddle_moe_ops.integrations.paddleformers as pf
 from paddle_moe_ops import use_backend
-from paddle_moe_ops.backends.joining import parts_of, view_of
+from paddle_moe_ops.backends.stacking import parts_of, view_of
 from paddle_moe_ops.integrations.paddleformers import experts as experts_of_blocks
 
 from .models import CASES, assert_close, assert_same_bits, batch, build
@@ -90,7 +90,7 @@ def test_weights_are_laid_side_by_side_where_lists_would_be_copied(case, rng, mo
         with use_backend("reference"):
             got = outputs(block, rng, (2, 5))
             assert all(view_of(each) is not None for each in weights_of(block))
-            monkeypatch.setattr("paddle_moe_ops.backends.joining.paddle.stack", None)  # a copy fails
+            monkeypatch.setattr("paddle_moe_ops.backends.stacking.paddle.stack", None)  # a copy fails
             rng.bit_generator.state = state
             again = outputs(block, rng, (2, 5))
     assert_close(got, expected)

@@ -37,8 +37,8 @@ ANEW = {id(each): other for each, other in zip(MAPS, OTHER_MAPS, strict=True)}
 # Their arguments are what they write to, or states that tests/distributed gather and compare.
 WRITE_OR_MOVE = {
     *OF_MEMORY,
-    "paddle_moe_ops.expert_parallel.clipping.ClipGradByGlobalNorm.get_l2_norm_pow",
-    "paddle_moe_ops.expert_parallel.gradients.average_gradients",
+    "paddle_moe_ops.expert_parallel.training.ClipGradByGlobalNorm.get_l2_norm_pow",
+    "paddle_moe_ops.expert_parallel.training.average_gradients",
 }
 
 

@@ -9,7 +9,7 @@ import paddle
 import pytest
 
 from paddle_moe_ops import use_backend
-from paddle_moe_ops.backends import nodes
+from paddle_moe_ops.backends import autograd
 from tests.ops.every_call import CALLS, Call, made_of
 
 BACKENDS = ["compiled", "reference"]
@@ -18,13 +18,13 @@ BACKENDS = ["compiled", "reference"]
 @pytest.fixture
 def nodes_built(monkeypatch):
     """The calls that became nodes."""
-    built, apply = [], nodes._Node.apply
+    built, apply = [], autograd._Node.apply
 
     def record(call, *arguments, **options):
         built.append(call.function)
         return apply(call, *arguments, **options)
 
-    monkeypatch.setattr(nodes._Node, "apply", record)
+    monkeypatch.setattr(autograd._Node, "apply", record)
     return built
 
 

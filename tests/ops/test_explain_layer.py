@@ -14,7 +14,7 @@ import paddle
 import pytest
 
 from paddle_moe_ops import Float8Matrices, explain, moe_mlp, route, use_backend
-from paddle_moe_ops.backends import OPERATORS, product_calls
+from paddle_moe_ops.backends import OPERATORS, experts
 from paddle_moe_ops.triton.gemm import gather_heuristic
 from tests.ops.problems import plan_tensors, tensor
 from tests.ops.test_float8_mlp import FLOAT8
@@ -142,7 +142,7 @@ def test_it_says_how_the_workspace_is_used(workspace_mb, rows, columns, on_hoppe
 @pytest.mark.parametrize("keep", ["h", "x", "h_fp8"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
 def test_what_is_kept_takes_as_many_bytes_as_it_says(dtype, keep, name, rng, monkeypatch):
-    kept, run = [], product_calls.MoeMlp.run
+    kept, run = [], experts.MoeMlp.run
 
     def record(call):
         made = run(call)
@@ -150,7 +150,7 @@ def test_what_is_kept_takes_as_many_bytes_as_it_says(dtype, keep, name, rng, mon
         kept.extend([x, *others[2 + call.has_weights :]])
         return made
 
-    monkeypatch.setattr(product_calls.MoeMlp, "run", record)
+    monkeypatch.setattr(experts.MoeMlp, "run", record)
     layer = Layer(rng, PADDED, dtype, transpose=True, form="by row", sizes=(72, 66))
     operands, options = arguments_of(layer, layer.leaves("cpu"))
     with use_backend(name) if name else contextlib.nullcontext():

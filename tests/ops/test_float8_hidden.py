@@ -13,7 +13,7 @@ import paddle
 import pytest
 
 from paddle_moe_ops import Float8Matrices, reference, use_backend
-from paddle_moe_ops.backends import product_calls
+from paddle_moe_ops.backends import experts
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.nn import MoELayer, SwiGLUExperts
 from paddle_moe_ops.testing.equality import assert_bits_equal
@@ -41,14 +41,14 @@ def bytes_of(layer, codes_and_scales):
 def kept(monkeypatch):
     """All that calls keep, tables as well."""
     seen = []
-    run = product_calls.MoeMlp.run
+    run = experts.MoeMlp.run
 
     def record(call):
         made = run(call)
         seen.extend(each for each in (*call.saved, call.tables) if each is not None)
         return made
 
-    monkeypatch.setattr(product_calls.MoeMlp, "run", record)
+    monkeypatch.setattr(experts.MoeMlp, "run", record)
     return seen
 
 

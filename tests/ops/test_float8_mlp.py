@@ -14,7 +14,7 @@ import paddle
 import pytest
 
 from paddle_moe_ops import Float8Matrices, _float8_mlp, moe_mlp, reference, route, use_backend
-from paddle_moe_ops.backends import gradients
+from paddle_moe_ops.backends import experts as expert_calls
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.nn import MoELayer, SwiGLUExperts
 from paddle_moe_ops.testing.equality import assert_bits_equal
@@ -218,9 +218,9 @@ def test_bad_arguments_are_named(changes, text, rng):
 def test_kept_matrices_change_no_bit_and_are_quantised_once(rng, place, monkeypatch):
     layer, kept, made = Float8Layer(rng, ODD), Float8Matrices(), []
     expected = layer.run(place)
-    fill = gradients.made_by
+    fill = expert_calls.made_by
     monkeypatch.setattr(
-        gradients, "made_by", lambda kept, name, make: fill(kept, name, lambda: made.append(name) or make())
+        expert_calls, "made_by", lambda kept, name, make: fill(kept, name, lambda: made.append(name) or make())
     )
     leaves = layer.leaves(place)
     for number in range(3):

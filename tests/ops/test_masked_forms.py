@@ -11,7 +11,7 @@ import pytest
 
 from paddle_moe_ops import dispatch, masked, route
 from paddle_moe_ops.compat import transformer_engine
-from paddle_moe_ops.masked.shared import without_zero_probs
+from paddle_moe_ops.compat.te_masks import without_zero_probs
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.interpreting import on_both
 from tests.ops.masked_model import masks, model_of

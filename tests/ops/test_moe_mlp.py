@@ -14,7 +14,7 @@ import pytest
 from paddle_moe_ops import moe_mlp, reference, route, use_backend
 from paddle_moe_ops.backends import gradients as adapter
 from paddle_moe_ops.backends.arrays import to_numpy
-from paddle_moe_ops.backends.product_calls import MoeMlp
+from paddle_moe_ops.backends.experts import MoeMlp
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import make_problem, ordinary, plan_tensors, tensor
 from tests.params import EMPTY, MANY_EXPERTS, ODD, ONE_TOKEN, PADDED, SMALL, SUM_DTYPES

@@ -18,8 +18,7 @@ import pytest
 from paddle_moe_ops import quantize_1x128, reference
 from paddle_moe_ops.backends import direct, register_operators
 from paddle_moe_ops.backends.arrays import to_numpy
-from paddle_moe_ops.expert_parallel.channels import OwnRows
-from paddle_moe_ops.expert_parallel.windows import Window, granularity, mapped, memory_of
+from paddle_moe_ops.expert_parallel.symmetric_memory import BufferShape, OwnRows, granularity, mapped, memory_of
 from paddle_moe_ops.reference.ranks import is_fetched
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import tensor
@@ -35,7 +34,7 @@ PROBS = np.array([[0.5, 0.25], [1, 2], [3, 4]], np.float32)
 TOKEN_ROWS = np.array([[0], [-1], [1]], np.int32)
 BY_ROW = "row_to_token", "row_to_slot", "row_to_expert"
 ROW_TO_SLOT = np.array([0, 5, 4, 1, -1], np.int32)
-STAY, TO_WINDOW, TO_NEW_MEMORY = OwnRows
+STAY, TO_BUFFER, TO_NEW_MEMORY = OwnRows
 X = np.arange(T * H, dtype=np.float32).reshape(T, H)
 WORDS = 8  # of a call
 CALL = [*range(WORDS)]
@@ -56,7 +55,7 @@ def good_calls() -> dict[str, list[Any]]:
         "rank_records": [region, K, S, 0, E],
         "rank_arrivals": [region, *PLACES, CALL, 1000, K, S, 0, E],
         "rank_join": [STATE, True],
-        "rank_send": [X, TOKEN_ROWS, rows, rows.copy(), 1, 0, 3, TO_WINDOW, False],
+        "rank_send": [X, TOKEN_ROWS, rows, rows.copy(), 1, 0, 3, TO_BUFFER, False],
         "rank_receive": [TOKEN_ROWS, rows, rows.copy(), rows.copy(), None, STATE, 1, 0, 3],
         "rank_quantize": [X, TOKEN_ROWS, row_to_token, codes, False, 1e-4],
         "rank_put": [np.zeros([S, K], np.float32), region, S],
@@ -224,7 +223,7 @@ def test_a_window_is_unmapped_with_the_last_tensor_over_it(place):
     size, files = granularity(place), len(os.listdir("/proc/self/fd"))
     memory, like = memory_of(place, size), tensor(np.zeros([1], np.float32), place)
     region = memory.make()
-    window = mapped(memory, [region, region], like, Window(size, 2, size // 4, paddle.float32))
+    window = mapped(memory, [region, region], like, BufferShape(size, 2, size // 4, paddle.float32))
     memory.forget(region)
     assert len(os.listdir("/proc/self/fd")) == files
     assert window.place == like.place

@@ -15,7 +15,7 @@ from paddle import nn
 from paddle.distributed.fleet.utils import recompute
 
 from paddle_moe_ops import moe_mlp, route, use_backend
-from paddle_moe_ops.backends.joining import parts_of, shared_memory, view_of
+from paddle_moe_ops.backends.stacking import parts_of, shared_memory, view_of
 from paddle_moe_ops.gemm import grouped_gemm
 from paddle_moe_ops.nn import lay_side_by_side
 from paddle_moe_ops.testing.equality import assert_bits_equal
@@ -178,7 +178,7 @@ def test_gradients_are_accumulated_where_they_belong(interpreted, rng, kept, mon
             for each, part in zip(matrices, held, strict=True):
                 each.main_grad = None if kept == "none yet" else part
         if kept != "apart":
-            monkeypatch.setattr("paddle_moe_ops.backends.joining.put", None)  # the kernel itself adds
+            monkeypatch.setattr("paddle_moe_ops.backends.stacking.put", None)  # the kernel itself adds
         model(x, accumulate=True).sum().backward()
     begun = 0 if kept == "none yet" else 1
     parameters = [each for matrices in model.lists() for each in matrices]

@@ -9,9 +9,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "paddle_moe_ops"
@@ -20,30 +18,27 @@ CSRC = PACKAGE / "csrc"
 # From the public functions down; a module imports from its own layer and from those below.
 LAYERS = (
     {"integrations"},
-    {"nn", "masked", "dispatch", "indexed", "compat"},
+    {"nn", "masked", "dispatch", "indexed", "rowmaps", "compat"},
     {"expert_parallel"},
     {"explaining"},
     {"mlp"},
     {"gemm"},
     {
         *("_activations", "_checks", "_float8_mlp", "_matrices", "_quick"),
-        *("functional", "quantization", "routing", "rowmaps"),
+        *("functional", "quantization", "routing"),
     },
     {"backends"},
     {"backends.compiled", "backends.triton", "backends.matmul", "backends.reference"},
     {
         *(
-            "backends.arrays",
             "backends.accumulation",
+            "backends.arrays",
+            "backends.autograd",
             "backends.base",
-            "backends.float8_matrices",
-            "backends.host_checks",
-            "backends.library",
+            "backends.experts",
             "backends.gradients",
-            "backends.joining",
-            "backends.nodes",
-            "backends.turns",
-            "backends.product_calls",
+            "backends.host_checks",
+            "backends.stacking",
             "backends.triton_arrays",
             "backends.triton_products",
         ),
@@ -52,8 +47,6 @@ LAYERS = (
 )
 # May be imported from anywhere and import no layer.
 HELPERS = {"_build_check", "_env", "_graphs", "_native", "_version"}
-# Imports for type checkers only that close a circle: a list that may only shrink.
-KNOWN_CIRCLES = {("expert_parallel.counting", "expert_parallel.parallel")}
 # Programs above all layers; no layer imports them.
 TOOLS = {"__init__", "__main__", "_report", "bench", "testing"}
 
@@ -85,35 +78,19 @@ def layer_of(unit: str) -> int | None:
     return next((index for index, layer in enumerate(LAYERS) if unit in layer), None)
 
 
-def executed_imports(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Every import but those made for type checkers only."""
-    skipped = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            skipped.update(id(inner) for statement in node.body for inner in ast.walk(statement))
-        if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in skipped:
-            yield node
-
-
-def imports_of_modules(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Every import outside functions, those for type checkers included."""
-    waiting = list(tree.body)
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield node
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            waiting += [inner for inner in ast.iter_child_nodes(node) if isinstance(inner, ast.stmt)]
+def imports_of(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Every import at any depth, those for type checkers included."""
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
 
 
 @functools.cache
-def imported_names(module: str, path: Path, nodes_of: Any = executed_imports) -> set[str]:
+def imported_names(module: str, path: Path) -> set[str]:
     """Absolute names of all modules, and of their members, that a file imports by these statements."""
     package = ["paddle_moe_ops", *module.split(".")]
     if path.name != "__init__.py":
         package = package[:-1]
     names = set()
-    for node in nodes_of(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in imports_of(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         else:
@@ -123,23 +100,23 @@ def imported_names(module: str, path: Path, nodes_of: Any = executed_imports) ->
     return names
 
 
-def own_modules(names: set[str]) -> set[str]:
-    """The modules of this package among names, or the modules whose members they are."""
+@functools.cache
+def modules_imported(module: str, path: Path) -> set[str]:
+    """The modules of this package that a module imports, without the package itself."""
     modules = python_modules()
     found = set()
-    for name in names:
+    for name in imported_names(module, path):
         first, _, rest = name.partition(".")
         while first == "paddle_moe_ops" and rest and rest not in modules:
             rest = rest.rpartition(".")[0]  # the last part was a function or class
         if first == "paddle_moe_ops" and rest:
             found.add(rest)
-    return found
+    return found - {module}
 
 
-@functools.cache
 def own_imports(module: str, path: Path) -> set[str]:
     """The units of this package that a module imports."""
-    return {unit_of(each) for each in own_modules(imported_names(module, path))} - {unit_of(module)}
+    return {unit_of(name) for name in modules_imported(module, path)} - {unit_of(module)}
 
 
 MODULES = sorted(python_modules().items())
@@ -162,11 +139,13 @@ def test_modules_import_only_from_their_own_layer_and_below():
     assert not wrong
 
 
-def test_modules_form_no_circle_even_for_type_checkers():
-    graph = {module: own_modules(imported_names(module, path, imports_of_modules)) for module, path in MODULES}
-    for module, other in KNOWN_CIRCLES:
-        graph.get(module, set()).discard(other)
-    TopologicalSorter({module: others - {module} for module, others in graph.items()}).prepare()
+def test_no_modules_import_each_other_in_a_circle():
+    """Imports for type checkers count as well."""
+    imports = {module: modules_imported(module, path) for module, path in MODULES}
+    while outermost := [module for module, others in imports.items() if not others & imports.keys()]:
+        for module in outermost:
+            del imports[module]
+    assert not imports
 
 
 def test_no_module_imports_what_is_not_installed_with_the_package():
@@ -208,7 +187,7 @@ def test_folders_of_triton_import_only_those_below():
     for module, path in MODULES:
         folder = module.split(".")[1] if module.startswith("triton.") and module.count(".") == 2 else None
         if folder is not None:
-            imported = {each.split(".")[1] for each in own_modules(imported_names(module, path)) if "triton." in each}
+            imported = {each.split(".")[1] for each in modules_imported(module, path) if each.startswith("triton.")}
             assert not imported & set(order[order.index(folder) + 1 :]), module
 
 

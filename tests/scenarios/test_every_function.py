@@ -16,6 +16,7 @@ from typing import Any
 import paddle_moe_ops
 from paddle_moe_ops import patched_paddle
 from paddle_moe_ops.backends import compiled
+from tests.packaging.public_api import ELSEWHERE
 
 from .models import model
 from .modes import dygraph
@@ -23,8 +24,8 @@ from .test_trained_routers import ARRAYS, PROGRAMS
 
 # Modules without public functions, by the first part of their names or in full. Also that of several processes, whose
 # programs are in tests/distributed, and what is called under Paddle's names, whose programs are in test_ernie_moe.py.
-INTERNAL = {"backends", "expert_parallel", "masked.shared", "reference", "rowmaps", "testing", "triton"}
-INTERNAL |= {"compat.incubate_dispatch", "compat.incubate_gemm", "compat.incubate_routing"}
+INTERNAL = {"backends", "expert_parallel", "reference", "rowmaps", "testing", "triton"}
+INTERNAL |= {f"compat.{name}" for name in ("incubate_dispatch", "incubate_gemm", "incubate_routing", *ELSEWHERE)}
 
 # Changes where parameters lie, not what a program gives; tests/ops/test_side_by_side.py trains with it.
 OF_MEMORY = {"paddle_moe_ops.nn.memory.lay_side_by_side"}

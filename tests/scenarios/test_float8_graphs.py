@@ -12,7 +12,7 @@ from paddle.static import InputSpec
 
 from paddle_moe_ops import Float8Matrices, moe_mlp, route
 from paddle_moe_ops.backends.arrays import to_numpy
-from paddle_moe_ops.backends.float8_matrices import make_default
+from paddle_moe_ops.backends.experts import make_default
 from paddle_moe_ops.nn import MoELayer, set_is_first_microbatch
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.tolerances import assert_close_float8

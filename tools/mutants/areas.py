@@ -80,19 +80,24 @@ def _ranks(sources: tuple[str, ...], tests: tuple[str, ...], others: tuple[str, 
 
 AREAS = {
     "gradients": Area(
-        tuple(f"paddle_moe_ops/backends/{name}.py" for name in ("gradients", "product_calls", "nodes")), _OPERATORS
+        tuple(f"paddle_moe_ops/backends/{name}.py" for name in ("gradients", "experts", "autograd")), _OPERATORS
     ),
     "fronts": Area(
         (
-            *(f"paddle_moe_ops/{name}.py" for name in ("functional", "routing", "gemm", "indexed", "dispatch")),
-            *(f"paddle_moe_ops/{name}.py" for name in ("quantization", "rowmaps", "_checks", "_graphs")),
-            "paddle_moe_ops/masked/*.py",
+            *(f"paddle_moe_ops/{name}.py" for name in ("functional", "routing", "gemm")),
+            *(f"paddle_moe_ops/{name}.py" for name in ("quantization", "_checks", "_graphs")),
+            *(f"paddle_moe_ops/compat/{name}.py" for name in ("row_maps", "unsloth")),
+            "paddle_moe_ops/compat/te_*.py",
         ),
         _OPERATORS,
     ),
     "nn": Area(("paddle_moe_ops/nn/*.py",), _OPERATORS),
     "patch": Area(
-        ("paddle_moe_ops/compat/*.py",),
+        (
+            *(f"paddle_moe_ops/compat/{name}.py" for name in ("paddle", "_async_load")),
+            "paddle_moe_ops/compat/incubate_*.py",
+            "paddle_moe_ops/compat/transformer_engine*.py",
+        ),
         (
             "tests/ops/test_patch_*.py",
             "tests/ops/test_incubate_*.py",
@@ -135,7 +140,7 @@ AREAS = {
         ),
     ),
     "exchange": _ranks(
-        ("parallel", "plans", "exchange", "transports", "counting", "calls", "deep_ep"),
+        ("dispatch", "plans", "alltoall", "deep_ep"),
         (
             *("transports", "deep_ep", "arguments_stay", "expert_parallel_errors", "expert_parallel"),
             *("expert_parallel_layer", "calls_of_ranks", "programs_that_differ"),
@@ -143,22 +148,28 @@ AREAS = {
         _tests("ops", "sharded_experts"),
     ),
     "peers": _ranks(
-        ("channels", "peers", "rendezvous", "windows"),
+        ("peer", "symmetric_memory"),
         ("shared_buffers", "arguments_stay", "expert_parallel", "calls_of_ranks", "ranks_that_do_not_come"),
         _tests("ops", "rank_operators"),
     ),
     "averaging": _ranks(
-        ("buckets", "clipping", "copies", "gradients", "scaling"),
+        ("training",),
         ("grad_scaler", "accumulated_gradients", "average_gradients", "fleet"),
     ),
     "groups": _ranks(
-        ("groups", "meetings"),
-        ("expert_parallel_errors", "programs_that_differ", "average_gradients", "ranks_that_do_not_come"),
+        ("agreement", "rendezvous"),
+        (
+            *("expert_parallel_errors", "programs_that_differ", "average_gradients", "ranks_that_do_not_come"),
+            *("calls_of_ranks", "shared_buffers", "expert_parallel"),
+        ),
     ),
-    "fleet": _ranks(("fleet", "mixing"), ("fleet", "grad_scaler"), _tests("ops", "sharded_experts")),
+    "fleet": _ranks(("fleet",), ("fleet", "grad_scaler"), _tests("ops", "sharded_experts")),
     "states": _ranks(
-        ("parameters", "gathering", "optimizers"),
-        ("parameters_side_by_side", "flex_checkpoints", "optimizer_states", "gathered_states"),
+        ("parameters", "checkpoint", "optimizers"),
+        (
+            *("parameters_side_by_side", "flex_checkpoints", "optimizer_states", "gathered_states"),
+            *("fleet", "average_gradients", "accumulated_gradients"),
+        ),
         _tests("ops", "sharded_experts", "optimizer_state_parts"),
     ),
     "integrations": Area(
@@ -205,7 +216,7 @@ EQUIVALENT = (
     (r"backends/base\.py", "elements swapped", r"^OPERATORS", "the order in which explain lists them"),
     (r"backends/reference\.py", "method dropped", r"d_gating\.astype", "its last bit is far below the tolerance"),
     (r"backends/reference\.py", "keyword dropped", r"fill_padding=", "zeros are as good as what is undefined"),
-    (r"gemm\.py|masked/maps\.py", "", r"get_autocast_dtype\(\)\) for|limit or min\(room", "only on a GPU"),
+    (r"gemm\.py|compat/te_triton\.py", "", r"get_autocast_dtype\(\)\) for|limit or min\(room", "only on a GPU"),
     (r"", "opposite", r"np\.zeros\(0,", "nothing in it"),
     (r"triton/ops/permute\.py", "arguments swapped", r"copy_words\(", "sizes and addresses count alike"),
     (r"triton/ops/sort_chunks\.py", "", r"other=-1\) == ", "what no chunk is compared with"),
@@ -215,7 +226,7 @@ EQUIVALENT = (
     (r"backends/gradients\.py", "", r"return both\(", "what is not wanted"),
     (r"gradients\.py", "condition dropped", r"if not paddle\.is_grad_enabled\(\) or value", "a shortcut"),
     (
-        r"backends/product_calls\.py",
+        r"backends/experts\.py",
         "method dropped",
         r"each\.detach\(\) for each in made",
         "they are results of a node",
@@ -237,7 +248,7 @@ EQUIVALENT = (
         "descriptors need a GPU",
     ),
     (r"expert_parallel/", "method dropped", r"\.keys\(\) & ", "keys take a dict as well"),
-    (r"channels\.py", "", r"scale_columns = float8, 0", "read with float8 alone, which sets it"),
+    (r"expert_parallel/peer\.py", "", r"scale_columns = float8, 0", "read with float8 alone, which sets it"),
     (r"csrc/paddle/", "", r"place\(\) [!=]= target\.place\(\)", "the suites on a GPU see it"),
     (r"csrc/paddle/", "elements swapped", r"Target target\(", "whose devices are compared, in any order"),
     (r"/mlp\.py", "", r"_PASSED_KEPT", "how many checked calls are remembered"),

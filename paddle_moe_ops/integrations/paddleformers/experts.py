@@ -16,7 +16,7 @@ from paddle import Tensor, nn
 
 from ..._activations import activate
 from ...backends import Float8Matrices, lay_side_by_side, resolve, shared_memory, view_of
-from ...backends.float8_matrices import is_default
+from ...backends.experts import is_default
 from ...functional import permute, unpermute
 from ...gemm import grouped_gemm
 from ...mlp import moe_mlp

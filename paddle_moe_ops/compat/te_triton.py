@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The functions on maps: TransformerEngine's six low-level ones."""
+"""The functions of `paddle_moe_ops.masked` on maps: TransformerEngine's six low-level ones."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from .. import _checks, rowmaps
+from .. import _checks
 from .._graphs import float32, is_graph_value, public, to_dtype
 from ..backends import RowMaps, Validation, resolve
-from .shared import check_scale, mask_of, move, route_mask, without_zero_probs
+from ..routing import row_probs, slot_probs
+from . import row_maps
+from .te_masks import check_scale, mask_of, move, route_mask, without_zero_probs
 
 __all__ = [
     "make_chunk_sort_map",
@@ -63,7 +65,7 @@ def make_row_id_map(
     plan = route_mask(name, mask, None, limit or min(room, 2**31 - 1), padding or 1, topk=topk, validate=validate)
     num_out = plan.expert_offsets[experts]
     num_out.stop_gradient = True
-    return rowmaps.plan_to_row_id_map(plan), num_out
+    return row_maps.plan_to_row_id_map(plan), num_out
 
 
 @public("inp", "probs")
@@ -111,11 +113,11 @@ def permute_with_mask_map(
     _checks.flag(name, "zero_prob_as_padding", zero_prob_as_padding)
     check_scale(name, scale, inp)
     num_rows = num_out_tokens if count < 0 else count
-    maps = rowmaps.read_row_id_map(name, row_id_map, num_rows, pad_offsets, validation, check_range=False)
+    maps = row_maps.read_row_id_map(name, row_id_map, num_rows, pad_offsets, validation, check_range=False)
     permuted_probs, rows_by = None, None
     if probs is not None:
         _check_probs(name, "probs", probs, row_id_map)
-        by_row = rowmaps.row_probs(float32(probs), maps)
+        by_row = row_probs(float32(probs), maps)
         permuted_probs = to_dtype(by_row, probs.dtype)
         if zero_prob_as_padding:
             rows_by = without_zero_probs(maps, by_row)
@@ -163,7 +165,7 @@ def unpermute_with_mask_map(
     out = resolve("unpermute", inp).unpermute(inp, float32(probs), maps)
     if permuted_probs is None:
         return out
-    return out, to_dtype(rowmaps.slot_probs(float32(permuted_probs), maps), permuted_probs.dtype)
+    return out, to_dtype(slot_probs(float32(permuted_probs), maps), permuted_probs.dtype)
 
 
 @public()
@@ -274,11 +276,11 @@ def sort_chunks_by_map(
         _checks.tensor(name, "probs", probs, _checks.SUM_DTYPES, [inp.shape[0]])
     _checks.flag(name, "is_forward", is_forward)
     _checks.same_place(name, inp=inp, chunk_map=chunk_map, probs=probs)
-    maps = rowmaps.read_chunk_map(name, chunk_map, is_forward, _checks.validation(name, validate, inp))
+    maps = row_maps.read_chunk_map(name, chunk_map, is_forward, _checks.validation(name, validate, inp))
     out, _ = resolve("permute", inp).permute(inp, None, maps, "all")
     if probs is None:
         return out
-    return out, to_dtype(rowmaps.row_probs(float32(probs).unsqueeze(-1), maps), probs.dtype)
+    return out, to_dtype(row_probs(float32(probs).unsqueeze(-1), maps), probs.dtype)
 
 
 def _check_map(
@@ -288,7 +290,7 @@ def _check_map(
     for argument, value in others.items():
         if value is not None and not isinstance(value, Tensor) and not is_graph_value(value):
             _checks.bad_type(function, argument, "a paddle.Tensor", type(value).__name__)
-    rowmaps.check_row_id_map(function, row_id_map, pad_offsets, **others)
+    row_maps.check_row_id_map(function, row_id_map, pad_offsets, **others)
     return _checks.validation(function, validate, row_id_map)
 
 
@@ -296,8 +298,8 @@ def _maps_of_rows(
     function: str, row_id_map: Tensor, rows: Tensor, pad_offsets: Tensor | None, validation: Validation
 ) -> RowMaps:
     """The maps to the rows of a given buffer."""
-    num_rows = rowmaps.num_rows_of(rows)
-    return rowmaps.read_row_id_map(function, row_id_map, num_rows, pad_offsets, validation, check_range=True)
+    num_rows = row_maps.num_rows_of(rows)
+    return row_maps.read_row_id_map(function, row_id_map, num_rows, pad_offsets, validation, check_range=True)
 
 
 def _check_probs(function: str, argument: str, probs: Any, row_id_map: Tensor) -> None:

@@ -3,33 +3,209 @@
 """Dispatch and combine between ranks of one machine that write to each other's memory.
 
 A rank writes its tokens to where they are needed, in the order of the plan, and its results for others' tokens to where
-these came from. Nothing is gathered first, and nothing waits for the host.
+these came from. Nothing is gathered first, and nothing waits for the host. Symmetric buffers for tokens and rows come
+in pairs, which exchanges use alternately: see `Barrier`.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import paddle
 from paddle import Tensor
+from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from .._graphs import filled
 from ..backends import direct
+from ..backends.autograd import Call, Gradients, connect, first_order_only, linear
 from ..backends.base import Tensors
-from ..backends.nodes import Call, Gradients, connect, first_order_only, linear
 from ..functional import permute, unpermute
-from ..routing import Plan
-from .buffers import GroupBuffers
-from .calls import Kind, LayerCall, Step
-from .channels import OwnRows, RowChannel, TokenChannel
-from .exchange import backward_step, combine_step
-from .rendezvous import Rendezvous
+from ..routing import Plan, plan_of
+from .agreement import Kind, LayerCall, Step
+from .alltoall import backward_step, combine_step
+from .plans import HEADER
+from .rendezvous import Barrier
+from .symmetric_memory import BufferShape, GroupBuffers, OwnRows, RowBuffer, allocate, granularity
 
-__all__ = ["ArrivedRows", "ArrivedTokens", "Peers"]
+__all__ = ["Peers"]
 
+_MOST_STEPS = 256  # pages, at most, that hold a whole number of rows
+_GROUP_COLUMNS, _PACKED_SCALES = 128, 4  # of float8
 _DISPATCH, _COMBINE = "ExpertParallel.dispatch", "ExpertParallel.combine"
 _AMAX_MIN = 1e-4  # of `quantize_1x128`
+
+
+class TokenSlot(NamedTuple):
+    """A symmetric buffer for tokens, and two views for each tensor beside them: what arrived, what peers have.
+
+    Attributes:
+        rows: S rows for each rank.
+        beside: uint8 [P, bytes], records or values.
+        beside_of_peers: the same.
+        codes: float8 [P * S, d]; this and what follows with float8 only.
+        codes_of_peers: the same.
+        scales: uint8 [P, bytes].
+        scales_of_peers: the same.
+    """
+
+    rows: RowBuffer
+    beside: Tensor
+    beside_of_peers: Tensor
+    codes: Tensor | None = None
+    codes_of_peers: Tensor | None = None
+    scales: Tensor | None = None
+    scales_of_peers: Tensor | None = None
+
+
+class Arrivals(NamedTuple):
+    """The tokens that arrive at a rank, R rows, some of which are no token.
+
+    Attributes:
+        ids: int32 [R, K], counted from the first expert of this rank, -1 for experts of other ranks.
+        probs: float32 [R, K], 0 where there is no id.
+        rows: int32 [R, 1], the row itself where there is a token, else -1.
+        plan: of the ids. On a GPU it has room for all of them, so that nothing waits for a number.
+        calls: int32 [P, CALL_WORDS], the calls that all ranks are in.
+        workspace: what they are made with.
+    """
+
+    ids: Tensor
+    probs: Tensor
+    rows: Tensor
+    plan: Plan
+    calls: Tensor
+    workspace: Tensor
+
+
+def _pairs(group: Group, like: Tensor, shapes: Sequence[BufferShape]) -> list[list[Tensor]]:
+    """Two symmetric buffers of each shape; all ranks come here."""
+    pairs = []
+    for _ in range(2):
+        pairs.append([view for shape in shapes for view in allocate(group, like, shape)])
+    return pairs
+
+
+class TokenChannel:
+    """The symmetric buffers for tokens of one width and dtype.
+
+    Args:
+        group: the ranks.
+        barrier: of the group, on the device of tokens.
+        capacity: the most tokens that a rank sends to each rank.
+        experts_per_rank: experts of a rank.
+        like: [1, d], a tensor of the dtype and device of tokens.
+        topk: K.
+        float8: a format of `permute` in which tokens travel, or None.
+        timeout: seconds that a rank waits for the others.
+        step: in which all ranks make them.
+
+    Attributes:
+        rows_per_rank: S, at least the capacity.
+        scale_columns: columns of a token's scales, as `quantize_1x128` makes them; 0 without float8.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        barrier: Barrier,
+        capacity: int,
+        experts_per_rank: int,
+        like: Tensor,
+        topk: int,
+        float8: str | None,
+        timeout: float,
+        step: Step,
+    ) -> None:
+        width, ranks = like.shape[1], group.nranks
+        self.timeout, self._barrier = timeout, barrier
+        self.meet(step)
+        page, row_bytes = granularity(like.place), width * like.element_size()
+        multiple = page // math.gcd(page, row_bytes)
+        if float8 is not None:
+            multiple = max(multiple, page // math.gcd(page, width))  # of powers of 2
+        if multiple * row_bytes > _MOST_STEPS * page:
+            expected = f"a width in which {_MOST_STEPS} pages of {page} bytes hold a whole number of rows"
+            _checks.bad_value(_DISPATCH, "x", expected + ", for transport='peer'", f"{row_bytes} bytes a row")
+        self.rows_per_rank = rows = -(-capacity // multiple) * multiple
+        self.capacity, self.experts_per_rank, self.topk, self.group = capacity, experts_per_rank, topk, group
+        self.float8, self.scale_columns = float8, 0
+        beside = -(-(HEADER + rows * topk * 8) // page) * page
+        shapes = [
+            BufferShape(rows * row_bytes, ranks * rows, width, like.dtype),
+            BufferShape(beside, ranks, beside, paddle.uint8),
+        ]
+        if float8 is not None:
+            groups = -(-width // _GROUP_COLUMNS)
+            self.scale_columns = -(-groups // _PACKED_SCALES) if float8 == _checks.UE8M0 else groups
+            scales = max(-(-rows * self.scale_columns * 4 // page), 1) * page
+            shapes += [
+                BufferShape(rows * width, ranks * rows, width, paddle.float8_e4m3fn),
+                BufferShape(scales, ranks, scales, paddle.uint8),
+            ]
+        self._pairs = _pairs(group, like, shapes)
+        for arrived, *_ in self._pairs:
+            barrier.lend(arrived)
+
+    def meet(self, step: Step) -> None:
+        """Wait on the host for all ranks, before they make buffers together."""
+        self._barrier.meet(step, self.timeout)
+
+    def wait(self, step: Step, forward_calls: Tensor | None = None) -> Tensor:
+        """Make later work wait until all ranks have come here: see `Barrier.wait`."""
+        return self._barrier.wait(step, self.timeout, forward_calls)
+
+    def arrivals(self, beside: Tensor, step: Step) -> Arrivals:
+        """Wait for the ranks, read what they told this one, and route it.
+
+        All of this runs beside what is called next. It may be used, and given back, after the operator rank_join has
+        waited for all of it. What was read may be used earlier, and another barrier may begin, after that operator has
+        waited for that alone.
+
+        Args:
+            beside: where they tell it.
+            step: the dispatch.
+        """
+        experts, sizes = self.experts_per_rank, (self.topk, self.rows_per_rank)
+        first = self.group.rank * experts
+        made = self._barrier.arrivals(step, self.timeout, beside, *sizes, first, experts)
+        calls, ids, probs, rows, *maps, workspace = made
+        return Arrivals(ids, probs, rows, plan_of(maps, ids.shape[0], self.topk, experts), calls, workspace)
+
+    def slot(self) -> TokenSlot:
+        """The buffers of the next exchange."""
+        arrived, peers, *beside = self._pairs[self._barrier.next()]
+        return TokenSlot(self._rows(arrived, peers), *beside)
+
+    def row_slot(self, pairs: Sequence[Sequence[Tensor]]) -> RowBuffer:
+        """The buffer for rows of the next exchange, of two pairs of views."""
+        return self._rows(*pairs[self._barrier.next()])
+
+    def _rows(self, arrived: Tensor, peers: Tensor) -> RowBuffer:
+        return RowBuffer(arrived, peers, self.group.nranks, self.group.rank, self._barrier.state)
+
+    @property
+    def state(self) -> Tensor:
+        """The state of the barrier."""
+        return self._barrier.state
+
+
+class RowChannel:
+    """The symmetric buffers for the rows of a channel's tokens, one for each of their K slots."""
+
+    def __init__(self, tokens: TokenChannel, like: Tensor, step: Step) -> None:
+        tokens.meet(step)
+        width, rows = like.shape[1], tokens.rows_per_rank * tokens.topk
+        region_bytes = rows * width * like.element_size()
+        shape = BufferShape(region_bytes, tokens.group.nranks * rows, width, like.dtype)
+        self._tokens, self._pairs = tokens, _pairs(tokens.group, like, [shape])
+        self.wait = tokens.wait
+
+    def buffer(self) -> RowBuffer:
+        """The buffer of the next exchange; row r * K + k belongs to slot k of the token in row r."""
+        return self._tokens.row_slot(self._pairs)
 
 
 class ArrivedTokens(NamedTuple):
@@ -84,29 +260,29 @@ class _RowTrip(NamedTuple):
 
     channel: RowChannel
     call: LayerCall
-    own_to_window: Tensor  # int32 [rows of the owner's plan, 1]
-    local_to_window: Tensor  # int32 [N, 1]
+    own_to_buffer: Tensor  # int32 [rows of the owner's plan, 1]
+    local_to_buffer: Tensor  # int32 [N, 1]
     calls: Tensor  # of all ranks in dispatch
 
     def to_owners(self, rows: Tensor, step: Step, forward_calls: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Send local rows to the owners of their tokens. Returns those that arrived, and the calls of all ranks."""
-        return self._moved(rows, self.local_to_window, self.own_to_window, step, forward_calls)
+        return self._moved(rows, self.local_to_buffer, self.own_to_buffer, step, forward_calls)
 
     def to_experts(self, rows: Tensor, step: Step, forward_calls: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Send rows of the owner's plan to the ranks of their experts. Returns the same."""
-        return self._moved(rows, self.own_to_window, self.local_to_window, step, forward_calls)
+        return self._moved(rows, self.own_to_buffer, self.local_to_buffer, step, forward_calls)
 
     def _moved(
         self, rows: Tensor, places: Tensor, from_there: Tensor, step: Step, forward_calls: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        window = self.channel.window()
-        window.send(rows.detach(), places, OwnRows.TO_WINDOW)
+        buffer = self.channel.buffer()
+        buffer.send(rows.detach(), places, OwnRows.TO_BUFFER)
         calls = self.channel.wait(step, forward_calls)
-        return window.receive(from_there, own=window.arrived), calls
+        return buffer.receive(from_there, own=buffer.arrived), calls
 
 
 def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, step: Step, stay: bool) -> ArrivedTokens:
-    """Send tokens to the ranks of their experts, and receive those of others, which may ``stay`` in the window.
+    """Send tokens to the ranks of their experts, and receive those of others, which may ``stay`` in the buffer.
 
     Ids and probabilities arrive first, and are routed while the tokens travel and are copied. Which rows are fetched
     depends on the call, never on gradients, since both ranks of a pair write to the same region.
@@ -124,7 +300,7 @@ def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, step: St
         elif step.call.copies:
             tokens = slot.rows.send(x, token_rows, OwnRows.TO_NEW_MEMORY, leaves_room=True)
         else:
-            tokens = slot.rows.send(x, token_rows, OwnRows.TO_WINDOW, fetched=0, leaves_room=True)
+            tokens = slot.rows.send(x, token_rows, OwnRows.TO_BUFFER, fetched=0, leaves_room=True)
         direct("rank_join", channel.state, False)
         channel.wait(step)
         if is_float8:
@@ -280,26 +456,26 @@ class Peers:
         return linear(_COMBINE, None, out, there, back)
 
     def _tokens(self, x: Tensor, ids: Tensor, step: Step) -> TokenChannel:
-        """The windows for tokens, which layers of one kind share; the first time all ranks come here."""
+        """The buffers for tokens, which layers of one kind share; the first time all ranks come here."""
         sizes, topk = (self._capacity, self._experts), ids.shape[1]
         key = x.shape[1], x.dtype, str(x.place), *sizes, topk, self._float8, self._timeout
         channel: TokenChannel | None = self._buffers.find(key)
         if channel is None:
             given = *sizes, _like(x), topk, self._float8, self._timeout, step
-            channel = self._buffers.keep(key, TokenChannel(self._group, self._rendezvous(x), *given))
+            channel = self._buffers.keep(key, TokenChannel(self._group, self._barrier(x), *given))
         return channel
 
-    def _rendezvous(self, x: Tensor) -> Rendezvous:
-        """The rendezvous on the device of tokens; the first time all ranks come here."""
-        key = Rendezvous, str(x.place)
-        return self._buffers.find(key) or self._buffers.keep(key, Rendezvous(self._group, _like(x)))
+    def _barrier(self, x: Tensor) -> Barrier:
+        """The barrier on the device of tokens; the first time all ranks come here."""
+        key = Barrier, str(x.place)
+        return self._buffers.find(key) or self._buffers.keep(key, Barrier(self._group, _like(x)))
 
     def _row_trip(self, x: Tensor, plan: Plan, local: Plan, trip: _Trip, step: Step) -> _RowTrip:
         tokens = trip.channel
         channel = self._buffers.find(tokens) or self._buffers.keep(tokens, RowChannel(tokens, _like(x), step))
         sizes = self._group.nranks, self._experts, tokens.rows_per_rank
-        (own_to_window,) = direct("rank_rows", trip.ids, trip.token_rows, plan.row_to_slot, *sizes)
-        places = own_to_window, local.row_to_slot.reshape([-1, 1])
+        (own_to_buffer,) = direct("rank_rows", trip.ids, trip.token_rows, plan.row_to_slot, *sizes)
+        places = own_to_buffer, local.row_to_slot.reshape([-1, 1])
         return _RowTrip(channel, trip.call, *places, trip.calls)
 
 

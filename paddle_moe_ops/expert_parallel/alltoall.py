@@ -1,38 +1,61 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""How rows get from each rank to the others: an all-to-all with uneven parts.
+"""All-to-all exchanges with uneven parts, and their gradients.
 
 A transport moves the lines of a tensor as bits, so any dtype travels, float8 too. The parts that go to each rank follow
 each other in the order of the ranks, and so do those that arrive. All ranks of a group make the same exchanges in the
-same order.
+same order. A backward pass sends every line's gradient to where the line came from, so every rank must run it, even a
+rank that sent and received nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import paddle
 from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
-from .._graphs import dense, filled
+from .._graphs import beside, dense, filled
 from ..backends import compiled_backend, direct, resolve
-from .calls import Step
-from .groups import is_gloo
-from .meetings import Meeting, checked_timeout
+from ..backends.autograd import Call, Gradients, connect, linear, wants_gradient
+from ..backends.base import Tensors
+from ..functional import permute, unpermute
+from ..quantization import dequantize_1x128, quantize_1x128
+from ..routing import Plan
+from .agreement import CALL_WORDS, Kind, LayerCall, Mode, Step, is_gloo
+from .plans import Chunks
+from .rendezvous import Rendezvous, checked_timeout
 
-__all__ = ["AllToAll", "Alone", "Scatters", "Transport", "check_travel", "transport_for"]
+__all__ = [
+    "AllToAll",
+    "Alone",
+    "Chunks",
+    "Counts",
+    "Scatters",
+    "backward_step",
+    "check_travel",
+    "combine_step",
+    "counts_of_ranks",
+    "exchange",
+    "exchange_with_probs",
+    "rows_of_tokens",
+    "say_that_this_rank_raises",
+    "transport_for",
+]
 
 _NAME = "ExpertParallel"
-_DISPATCH = f"{_NAME}.dispatch"
+_DISPATCH, _COMBINE = f"{_NAME}.dispatch", f"{_NAME}.combine"
 _TRAVEL = {
     "combine": ("exact", "reduced"),
     "payload": (None, *_checks.QUANTIZE_FORMATS[1:]),
     "transport": ("auto", "alltoall", "gloo", "peer", "deepep"),
 }
+_TOKENS, _NOT_FINITE, _ABOUT = CALL_WORDS, CALL_WORDS + 1, CALL_WORDS + 2  # columns; those of experts come last
 
 
 class Transport(Protocol):
@@ -92,7 +115,7 @@ class AllToAll:
     """
 
     def __init__(self, group: Group, timeout: float) -> None:
-        self._group, self._meeting = group, Meeting(group, timeout)
+        self._group, self._rendezvous = group, Rendezvous(group, timeout)
 
     def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int], step: Step) -> Tensor:
         lines, rank = _as_bytes(payload), self._group.rank
@@ -108,7 +131,7 @@ class AllToAll:
             lines = paddle.concat([each for each in (lines[:before], own, lines[before:]) if each.shape[0]])
             sent[rank], received[rank] = sent[rank] + 1, received[rank] + 1
         out = paddle.zeros([sum(received), width], lines.dtype)
-        with self._meeting.naming_ranks(_NAME):
+        with self._rendezvous.naming_ranks(_NAME):
             paddle.distributed.alltoall_single(
                 out, lines, in_split_sizes=sent, out_split_sizes=received, group=self._group
             )
@@ -125,7 +148,7 @@ class AllToAll:
             return step.codes
         own = paddle.full([self._group.nranks], step.code(), "int64")
         step.codes = paddle.empty_like(own)
-        with self._meeting.naming_ranks(_NAME):
+        with self._rendezvous.naming_ranks(_NAME):
             paddle.distributed.alltoall_single(step.codes, own, group=self._group)
         if step.call.unread is not None:
             step.call.unread.append((step, step.codes))
@@ -133,9 +156,9 @@ class AllToAll:
 
     def exchange_numbers(self, numbers: Tensor, step: Step) -> Tensor:
         out = paddle.empty_like(numbers)
-        with self._meeting.naming_ranks(_NAME):
+        with self._rendezvous.naming_ranks(_NAME):
             task = paddle.distributed.alltoall_single(out, numbers, group=self._group, sync_op=False)
-        self._meeting.wait(_DISPATCH, task)
+        self._rendezvous.wait(_DISPATCH, task)
         return out
 
 
@@ -152,7 +175,7 @@ class Scatters:
     """
 
     def __init__(self, group: Group, timeout: float) -> None:
-        self._group, self._meeting = group, Meeting(group, timeout)
+        self._group, self._rendezvous = group, Rendezvous(group, timeout)
 
     def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int], step: Step) -> Tensor:
         return self._exchange(_NAME, payload, sent, received, step)
@@ -165,9 +188,9 @@ class Scatters:
         self, function: str, payload: Tensor, sent: Sequence[int], received: Sequence[int], step: Step
     ) -> Tensor:
         lines = _as_bytes(payload)
-        counts, words = self._meeting.call(function, lambda: self._counts_of_all(sent, step))
+        counts, words = self._rendezvous.call(function, lambda: self._counts_of_all(sent, step))
         step.check(words)  # gloo would end a process whose lines are longer than others
-        arrived = self._meeting.call(function, lambda: self._scattered(lines, sent, received, counts))
+        arrived = self._rendezvous.call(function, lambda: self._scattered(lines, sent, received, counts))
         return _from_bytes(paddle.concat(arrived), payload)
 
     def _scattered(
@@ -264,3 +287,192 @@ def _from_bytes(lines: Tensor, like: Tensor) -> Tensor:
         return filled(shape, 0, like.dtype, like=like)
     typed = lines if like.dtype == paddle.uint8 else lines.view(like.dtype)
     return typed.reshape(shape)
+
+
+class Counts(NamedTuple):
+    """How many lines travel.
+
+    Attributes:
+        transport: what moves them.
+        sent: lines for each rank.
+        received: lines from each rank.
+        float8: what tokens travel as, a format of `permute`, or None for their own dtype.
+    """
+
+    transport: Transport
+    sent: list[int]
+    received: list[int]
+    float8: str | None = None
+
+    def there(self, payload: Tensor, step: Step) -> Tensor:
+        """The lines that arrive when lines [sum(sent), ...] are sent in a pass of a call."""
+        return self.transport.exchange(payload, self.sent, self.received, step)
+
+    def tokens_there(self, tokens: Tensor, step: Step) -> Tensor:
+        """The tokens that arrive when tokens [sum(sent), d] are sent, which may travel as float8."""
+        if self.float8 is None:
+            return self.there(tokens, step)
+        codes, scales = quantize_1x128(tokens, ue8m0=self.float8 == _checks.UE8M0)
+        return dequantize_1x128(self.there(codes, step), self.there(scales, step), dtype=tokens.dtype)
+
+    def back(self, payload: Tensor, step: Step) -> Tensor:
+        """The lines that arrive when lines [sum(received), ...] go the other way."""
+        return self.transport.exchange(payload, self.received, self.sent, step)
+
+
+class _TokensAndProbs(Call):
+    """Tokens and their probabilities in one node, so that all ranks send the gradients in one order."""
+
+    function = _DISPATCH
+
+    def __init__(self, tokens: Tensor, probs: Tensor, counts: Counts, step: Step) -> None:
+        super().__init__(None, tokens, probs)
+        self.payload: Tensors = (tokens, probs)
+        self.counts, self.step = counts, step
+
+    def run(self) -> Tensors:
+        (tokens, probs), self.payload = self.payload, ()
+        return self.counts.tokens_there(tokens, self.step), self.counts.there(probs, self.step)
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        step = backward_step(self.step.call, Kind.DISPATCH_BACKWARD)
+        there, back = _in(step, self.counts.there), _in(step, self.counts.back)
+        return tuple(linear(_DISPATCH, None, each, back, there) for each in gradients)
+
+
+def backward_step(call: LayerCall, kind: Kind) -> Step:
+    """The step of a backward pass.
+
+    Raises:
+        RuntimeError: some ranks do not run it, as far as the host knows.
+    """
+    step = Step(call, kind)
+    step.check_modes()
+    return step
+
+
+def combine_step(call: LayerCall, out: Tensor) -> Step:
+    """The step of a combine of expert outputs."""
+    call = call._replace(width=out.shape[1], dtype=_checks.SUM_DTYPES.index(out.dtype))
+    return Step(call, Kind.COMBINE, Mode.COMBINE_BACKWARD if wants_gradient(out) else Mode.NONE)
+
+
+def _in(step: Step, way: Callable[[Tensor, Step], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A way of lines in a step."""
+    return lambda payload: way(payload, step)
+
+
+def exchange(rows: Tensor, counts: Counts, step: Step) -> Tensor:
+    """Send rows to their ranks; differentiable."""
+
+    def back(gradient: Tensor) -> Tensor:
+        return counts.back(gradient, backward_step(step.call, Kind.COMBINE_BACKWARD))
+
+    return linear(_COMBINE, None, rows, _in(step, counts.there), back)
+
+
+def exchange_with_probs(tokens: Tensor, probs: Tensor, counts: Counts, step: Step) -> Tensors:
+    """Send tokens [R, d] and probabilities [R, K] to their ranks; differentiable."""
+    return connect(_TokensAndProbs(tokens, probs, counts, step), tokens, probs)
+
+
+def rows_of_tokens(
+    x: Tensor, plan: Plan, to_ranks: Plan, tokens: Counts, local: Plan, chunks: Chunks, rows: Counts, step: Step
+) -> Tensor:
+    """The rows of the local experts, in expert order; differentiable in x.
+
+    Tokens travel once and become rows where they arrive. In the backward pass every row's gradient travels, so that a
+    token's gradient is one sum over its rows, rounded once, as it is where one rank has all experts.
+
+    Args:
+        x: [T, d], this rank's tokens.
+        plan: their plan over all experts.
+        to_ranks: which tokens go to which rank.
+        tokens: how many tokens travel.
+        local: the plan of the tokens that arrive, over the local experts.
+        chunks: the rows of that plan by rank.
+        rows: how many rows go back to each rank, and come from there.
+        step: the dispatch.
+    """
+
+    # Detached, since compiled operators would record a graph of their own in here.
+    def there(x: Tensor) -> Tensor:
+        return permute(tokens.tokens_there(permute(x.detach(), to_ranks)[0], step), local)[0]
+
+    def back(gradient: Tensor) -> Tensor:
+        travelling = chunks.by_rank(gradient.detach())
+        return unpermute(rows.there(travelling, backward_step(step.call, Kind.DISPATCH_BACKWARD)), plan)
+
+    return linear(_DISPATCH, None, x, there, back)
+
+
+def say_that_this_rank_raises(transport: Transport, step: Step) -> None:
+    """Take part in the exchange of numbers that the other ranks wait for."""
+    size = len(step.call.ranks)
+    words = paddle.to_tensor([step.words()] * size, dtype="int32")
+    rest = paddle.zeros([size, _ABOUT - CALL_WORDS + step.call.layer.most_experts], "int32")
+    with contextlib.suppress(RuntimeError):  # this rank has an error of its own to raise
+        transport.exchange_numbers(paddle.concat([words, rest], axis=1), step)
+
+
+def counts_of_ranks(
+    x: Tensor, plan: Plan, to_ranks: Plan, transport: Transport, payload: str | None, step: Step, validate: bool | None
+) -> tuple[Counts, Counts, list[list[int]]]:
+    """Tokens that go from rank to rank, the rows that come back for them, and the rows of [rank, local expert].
+
+    One exchange of a few numbers: the call, tokens, whether all is finite, and rows of each expert.
+
+    Args:
+        x: [T, d], this rank's tokens.
+        plan: their plan over all experts.
+        to_ranks: which tokens go to which rank.
+        transport: what moves them.
+        payload: what they travel as, a format of `permute`, or None for their own dtype.
+        step: the dispatch.
+        validate: True: also ask whether the tokens of all ranks are finite.
+
+    Raises:
+        ValueError: on every rank, if ranks differ in what must be the same, or a rank's tokens are not finite.
+        RuntimeError: ranks are in different calls, or were in the last one; other ranks raised.
+    """
+    ranks = step.call.ranks
+    size, num_local_experts = len(ranks), plan.num_experts // len(ranks)
+    rows = plan.tokens_per_expert.reshape([size, num_local_experts])
+    words = paddle.to_tensor([step.words()] * size, dtype="int32", place=rows.place)
+    is_not_finite = filled([size, 1], 0, "int32", like=rows)
+    if validate is True:
+        is_not_finite += beside((~paddle.isfinite(x).all()).astype("int32"), is_not_finite)
+    columns = [words, to_ranks.tokens_per_expert.unsqueeze(-1), is_not_finite, rows]
+    if step.call.layer.most_experts > num_local_experts:  # so that messages of all layers have one size
+        more = step.call.layer.most_experts - num_local_experts
+        columns.append(filled([size, more], 0, "int32", like=rows))
+    message = paddle.concat(columns, axis=1)
+    own, told = _read(paddle.stack([message, transport.exchange_numbers(message, step)]), step.call)
+    step.check([each[:CALL_WORDS] for each in told])
+    bad = [rank for rank, each in zip(ranks, told, strict=True) if each[_NOT_FINITE]]
+    if bad:
+        _checks.bad_value(_DISPATCH, "x", "finite on all ranks", f"NaN or infinity on ranks {bad}")
+    last = _ABOUT + num_local_experts
+    of_experts = [each[_ABOUT:last] for each in told]
+    of_tokens = Counts(transport, [each[_TOKENS] for each in own], [each[_TOKENS] for each in told], payload)
+    of_rows = Counts(transport, [sum(each) for each in of_experts], [sum(each[_ABOUT:last]) for each in own])
+    return of_tokens, of_rows, of_experts
+
+
+def _read(numbers: Tensor, call: LayerCall) -> list[list[list[int]]]:
+    """The numbers of [own or told, rank, column], and what ranks have said on the device since the last dispatch.
+
+    The host waits here, once.
+    """
+    unread = call.unread or []
+    if not unread:
+        return numbers.tolist()
+    passes = list(unread)
+    unread.clear()
+    flat = paddle.concat([numbers.flatten().astype("int64"), *(codes for _, codes in passes)]).tolist()
+    ranks, first = len(call.ranks), numbers.size
+    for number, (step, _) in enumerate(passes):
+        step.check_codes(flat[first + number * ranks : first + (number + 1) * ranks])
+    columns = numbers.shape[2]
+    lines = [flat[begin : begin + columns] for begin in range(0, first, columns)]
+    return [lines[:ranks], lines[ranks:]]

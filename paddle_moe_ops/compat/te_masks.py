@@ -10,11 +10,11 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from .. import _checks, rowmaps
+from .. import _checks
 from .._graphs import constant, float32, to_dtype
 from ..backends import RowMaps, resolve
 from ..functional import movable_scale
-from ..routing import Plan, route
+from ..routing import Plan, route, slot_probs
 
 __all__ = ["ROUTE_NAMES", "check_scale", "mask_of", "move", "route_mask", "without_zero_probs"]
 
@@ -90,7 +90,7 @@ def without_zero_probs(maps: Any, by_row: Tensor) -> RowMaps:
         by_row: float32 [N], the probability of each row.
     """
     by_row = constant(by_row)
-    by_slot = rowmaps.slot_probs(by_row, maps)
+    by_slot = slot_probs(by_row, maps)
     none_of_slots, none_of_rows = paddle.full_like(maps.slot_to_row, -1), paddle.full_like(maps.row_to_token, -1)
     return RowMaps(
         slot_to_row=paddle.where(by_slot == 0, none_of_slots, maps.slot_to_row),

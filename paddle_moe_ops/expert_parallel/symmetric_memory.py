@@ -1,48 +1,66 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that the ranks of one machine share.
+"""Symmetric buffers: memory that the ranks of one machine share.
 
-A window has P regions at each rank, one for each rank that writes there. It has two views: what arrived here, and what
-this rank writes to, whose part p is this rank's region at rank p. Each view is one range of addresses, so kernels that
-know nothing about ranks can write to and read from all regions. On a CPU regions are files in memory, on a GPU memory
-of the driver that other processes map; either way a file descriptor travels to the rank that maps it.
+A symmetric buffer has P regions at each rank, one for each rank that writes there. It has two views: what arrived here,
+and what this rank writes to, whose part p is this rank's region at rank p. Each view is one range of addresses, so
+kernels that know nothing about ranks can write to and read from all regions. On a CPU regions are files in memory, on a
+GPU memory of the driver that other processes map; either way a file descriptor travels to the rank that maps it.
+
+The layers of a group share its buffers. They are freed with the last layer, graph or result that uses them, in any
+order of ranks: a region stays as long as one rank maps it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import functools
 import mmap
 import os
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import paddle
 from paddle import Tensor
-from paddle.distributed.communication.group import Group
+from paddle.distributed.communication.group import Group, _GroupManager
 
 from .. import _checks
 from ..backends import direct
-from .groups import raising_together
+from .agreement import raising_together
 
-__all__ = ["Views", "Window", "granularity", "mapped", "memory_of", "share"]
+__all__ = [
+    "BufferShape",
+    "GroupBuffers",
+    "OwnRows",
+    "RowBuffer",
+    "allocate",
+    "buffers_of",
+    "granularity",
+    "mapped",
+    "memory_of",
+]
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _TIMEOUT_S = 120.0  # for ranks to send what they share
 _PAGE = mmap.PAGESIZE
 _NO_ACCESS, _IN_PLACE = 0, 0x10  # PROT_NONE and MAP_FIXED, which Python does not name
-
 # The driver's names for what is asked of it.
 _PINNED, _ON_DEVICE, _FILE_DESCRIPTOR, _READ_WRITE = 1, 1, 1, 3
 _RECOMMENDED_GRANULARITY = 1
+# How many of every 8 rows for another rank that rank fetches after the barrier, while it works in its own memory. The
+# others are written to it before the barrier. So the link is busy in both halves. Rows that are copied where they
+# arrive leave the second half less time than those that are added up.
+FETCHED_COPIES, FETCHED_SUMS = 3, 4
 
 
-class Window(NamedTuple):
-    """The form of a window: a tensor [rows, columns] in P regions.
+class BufferShape(NamedTuple):
+    """The shape of a symmetric buffer: a tensor [rows, columns] in P regions.
 
     Attributes:
         region_bytes: a multiple of `granularity`.
@@ -58,7 +76,7 @@ class Window(NamedTuple):
 
 
 class Views(NamedTuple):
-    """The two views of a window, [rows, columns] each. The last tensor over a view unmaps it.
+    """The two views of a symmetric buffer, [rows, columns] each. The last tensor over a view unmaps it.
 
     Attributes:
         arrived: what the ranks wrote for this one.
@@ -74,8 +92,8 @@ def granularity(place: Any) -> int:
     return _PAGE if place.is_cpu_place() else _Driver.get().granularity(_device_of(place))
 
 
-def share(group: Group, like: Tensor, window: Window) -> Views:
-    """Make a window on the device of a tensor; all ranks of the group call it together, with the same form.
+def allocate(group: Group, like: Tensor, shape: BufferShape) -> Views:
+    """Allocate a symmetric buffer on the device of a tensor; all ranks of the group call it with the same shape.
 
     The memory is zeros at first. A rank may drop its views while others use theirs: a region stays as long as one rank
     maps it. On a GPU the rank that unmaps a view waits for its own kernels.
@@ -83,7 +101,7 @@ def share(group: Group, like: Tensor, window: Window) -> Views:
     Args:
         group: the ranks.
         like: on the device of the tensors that will be written there.
-        window: the form.
+        shape: of the buffer.
 
     Raises:
         ValueError: the ranks are not on one machine.
@@ -93,13 +111,13 @@ def share(group: Group, like: Tensor, window: Window) -> Views:
         own: list[int] = []  # by the rank that will write there
         descriptors: list[int] = []
         with raising_together("ExpertParallel", group):
-            memory = memory_of(like.place, window.region_bytes)
+            memory = memory_of(like.place, shape.region_bytes)
             for _ in range(group.nranks):
                 own.append(memory.make())
                 opened.callback(memory.forget, own[-1])
                 descriptors.append(memory.export(own[-1]))
                 opened.callback(os.close, descriptors[-1])
-        received = _swapped(group, descriptors)
+        received = _exchange_descriptors(group, descriptors)
         theirs = list(own)
         for rank, each in enumerate(received):
             if rank != group.rank:
@@ -109,17 +127,17 @@ def share(group: Group, like: Tensor, window: Window) -> Views:
                 if rank != group.rank:
                     theirs[rank] = memory.take(each)
                     opened.callback(memory.forget, theirs[rank])
-            views = Views(*(mapped(memory, regions, like, window) for regions in (own, theirs)))
+            views = Views(*(mapped(memory, regions, like, shape) for regions in (own, theirs)))
     return views
 
 
-def mapped(memory: _Files | _DeviceMemory, regions: Sequence[int], like: Tensor, window: Window) -> Tensor:
+def mapped(memory: _HostMemory | _DeviceMemory, regions: Sequence[int], like: Tensor, shape: BufferShape) -> Tensor:
     """Map regions next to each other, as a tensor that unmaps them."""
-    (made,) = direct("window", like, memory.map(regions), window.rows, window.columns, window.dtype.value)
+    (made,) = direct("window", like, memory.map(regions), shape.rows, shape.columns, shape.dtype.value)
     return made
 
 
-def _swapped(group: Group, descriptors: Sequence[int]) -> list[int]:
+def _exchange_descriptors(group: Group, descriptors: Sequence[int]) -> list[int]:
     """Send each rank its file descriptor, and receive those for this one, by rank."""
     rank, received = group.rank, {group.rank: descriptors[group.rank]}
     name = f"\0paddle_moe_ops-{uuid.uuid4().hex}"  # of no file
@@ -156,12 +174,12 @@ def _machine() -> str:
     return f"{_BOOT.read_text().strip()} {network}"
 
 
-def memory_of(place: Any, region_bytes: int) -> _Files | _DeviceMemory:
+def memory_of(place: Any, region_bytes: int) -> _HostMemory | _DeviceMemory:
     """Regions of memory at a place that processes can share."""
-    return _Files(region_bytes) if place.is_cpu_place() else _DeviceMemory(_device_of(place), region_bytes)
+    return _HostMemory(region_bytes) if place.is_cpu_place() else _DeviceMemory(_device_of(place), region_bytes)
 
 
-class _Files:
+class _HostMemory:
     """Memory of the host, as unnamed files."""
 
     def __init__(self, region_bytes: int) -> None:
@@ -305,3 +323,132 @@ class _DeviceMemory:
     def forget(self, region: int) -> None:
         """Release a handle; what is mapped stays."""
         self._driver.call("cuMemRelease", ctypes.c_uint64(region))
+
+
+class GroupBuffers:
+    """Buffers of one group by key.
+
+    Args:
+        group: the ranks.
+        name: the same on all ranks, and of no other buffers.
+
+    Attributes:
+        group: ``group``.
+        name: ``name``.
+    """
+
+    def __init__(self, group: Group, name: str) -> None:
+        self.group, self.name = group, name
+        self._registered = _GroupManager.group_map_by_id.get(group.id)  # another one if a program made the group itself
+        self._made: dict[Hashable, Any] = {}
+
+    def find(self, key: Hashable) -> Any:
+        """Return the buffer of a key, or None.
+
+        Raises:
+            RuntimeError: the group was destroyed.
+        """
+        if self.free_if_destroyed():
+            raise RuntimeError(
+                f"ExpertParallel: the group of ranks {self.group.ranks} was destroyed by destroy_process_group, so its "
+                "layers exchange no more tokens"
+            )
+        return self._made.get(key)
+
+    def keep(self, key: Hashable, made: Any) -> Any:
+        """Store the buffer of a key, and return it."""
+        self._made[key] = made
+        return made
+
+    def free_if_destroyed(self) -> bool:
+        """Drop the buffers if `paddle.distributed.destroy_process_group` ended the group, and return True then."""
+        is_destroyed = _GroupManager.group_map_by_id.get(self.group.id) is not self._registered
+        if is_destroyed:
+            self._made.clear()
+        return is_destroyed
+
+
+# The key is the identity of a group, since a new one may have the number of a destroyed one. Buffers keep groups alive.
+_living: WeakValueDictionary[int, GroupBuffers] = WeakValueDictionary()
+
+
+def buffers_of(group: Group) -> GroupBuffers:
+    """Return the buffers of a group that all its ranks still have, or new ones; all ranks call it together.
+
+    A rank may have collected the last layer of a group as garbage while another has not, so they ask each other.
+    Buffers of groups that were destroyed are dropped.
+    """
+    for each in list(_living.values()):
+        each.free_if_destroyed()
+    own = _living.get(id(group))
+    names: list[tuple[str | None, str]] = []
+    paddle.distributed.all_gather_object(names, (own and own.name, uuid.uuid4().hex), group=group)
+    if own is None or any(name != own.name for name, _ in names):
+        own = _living[id(group)] = GroupBuffers(group, names[0][1])
+    return own
+
+
+class OwnRows(enum.IntEnum):
+    """Where rows go that a rank sends to itself."""
+
+    STAY = 0  # they stay, and are read, where they are
+    TO_BUFFER = 1
+    TO_NEW_MEMORY = 2
+
+
+class RowBuffer(NamedTuple):
+    """A symmetric buffer for rows; row p * S + i is number i of those that go to, or came from, rank p.
+
+    Attributes:
+        arrived: [P * S, d], this rank's memory.
+        peers: [P * S, d], this rank's regions at all ranks.
+        num_ranks: P.
+        rank: this rank.
+        state: of the barrier.
+    """
+
+    arrived: Tensor
+    peers: Tensor
+    num_ranks: int
+    rank: int
+    state: Tensor
+
+    def send(
+        self, x: Tensor, token_rows: Tensor, own: OwnRows, *, fetched: int | None = None, leaves_room: bool = False
+    ) -> Tensor:
+        """Send rows to other ranks; a barrier has to follow.
+
+        Args:
+            x: [T, d].
+            token_rows: int32 [T, C], the rows of the buffer that each token goes to.
+            own: where rows for this rank go.
+            fetched: how many of every 8 rows their receiver fetches; None: by where rows for this rank go.
+            leaves_room: whether other operators are to run at the same time.
+
+        Returns:
+            the rows for this rank, [P * S, d], unless they stay where they are.
+        """
+        views = self.arrived, self.peers
+        if fetched is None:
+            fetched = FETCHED_COPIES if own == OwnRows.TO_NEW_MEMORY else FETCHED_SUMS
+        options = self.num_ranks, self.rank, fetched, int(own), leaves_room
+        (made,) = direct("rank_send", x, token_rows, *views, *options)
+        return made
+
+    def receive(
+        self, token_rows: Tensor, own: Tensor | None = None, to: Tensor | None = None, *, fetched: int | None = None
+    ) -> Tensor:
+        """The sums of each token's rows that all ranks sent.
+
+        Args:
+            token_rows: int32 [T, C], the rows of the buffer that are for each token.
+            own: [P * S, d], the rows that this rank sent to itself.
+            to: [T, d], where the sums go, and where the rows that this rank sent to itself are already; C is 1 then.
+            fetched: as all ranks gave it to `send`; None: by where rows of this rank are.
+        """
+        views = self.arrived, self.peers
+        if fetched is None:
+            fetched = FETCHED_COPIES if own is None else FETCHED_SUMS
+        options = self.state, self.num_ranks, self.rank, fetched
+        (made,) = direct("rank_receive", token_rows, *views, own, to, *options)
+        return made

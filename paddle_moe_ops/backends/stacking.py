@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""E tensors of one shape as one tensor [E, ...]: a view where they lie side by side in one allocation, else a copy."""
+"""Stacked parameters: E tensors of one shape as one tensor [E, ...], a view if they lie side by side, else a copy."""
 
 from __future__ import annotations
 
@@ -13,9 +13,17 @@ from paddle.autograd import PyLayer
 
 from .._graphs import dense, filled
 from .accumulation import Destination, destination_of, put, refuse_others
-from .turns import OneTurn, applied_once
+from .autograd import OneShotGuard, applied_once
 
-__all__ = ["alias_of", "destination_of_matrices", "joined", "lay_side_by_side", "parts_of", "shared_memory", "view_of"]
+__all__ = [
+    "alias_of",
+    "destination_of_matrices",
+    "lay_side_by_side",
+    "parts_of",
+    "shared_memory",
+    "stack_or_view",
+    "view_of",
+]
 
 _ROUNDING = 4096  # allocators give at most so many bytes more than they are asked for
 
@@ -93,7 +101,7 @@ def _location(tensor: Tensor) -> tuple[int, ...]:
     return tensor.data_ptr(), tensor._offset(), tensor._holder_size()
 
 
-def joined(matrices: Sequence[Tensor], function: str, *, accumulates: bool = False) -> Tensor:
+def stack_or_view(matrices: Sequence[Tensor], function: str, *, accumulates: bool = False) -> Tensor:
     """The matrices as one tensor. Each gets a part of its gradient, not a copy.
 
     The graph can be used once: a second backward pass raises.
@@ -104,13 +112,13 @@ def joined(matrices: Sequence[Tensor], function: str, *, accumulates: bool = Fal
         accumulates: whether the gradients go where `accumulation` says it, and not to Paddle.
     """
     if not paddle.is_grad_enabled() or all(each.stop_gradient for each in matrices):
-        return _in_one(matrices)[0]
-    return applied_once(_Joined, function, accumulates, *matrices, function=function, where="with lists of matrices ")[
+        return _view_or_copy(matrices)[0]
+    return applied_once(_Stacked, function, accumulates, *matrices, function=function, where="with lists of matrices ")[
         0
     ]
 
 
-def _in_one(matrices: Sequence[Tensor]) -> tuple[Tensor, bool]:
+def _view_or_copy(matrices: Sequence[Tensor]) -> tuple[Tensor, bool]:
     """The matrices as one tensor, and whether it is a view."""
     view = view_of(matrices)
     if view is not None:
@@ -119,14 +127,14 @@ def _in_one(matrices: Sequence[Tensor]) -> tuple[Tensor, bool]:
         return paddle.stack(list(matrices)), False
 
 
-class _Joined(PyLayer):
+class _Stacked(PyLayer):
     @staticmethod
-    def forward(ctx: Any, function: str, accumulates: bool, *matrices: Tensor, turn: OneTurn) -> Tensor:
-        turn.watch(ctx)
+    def forward(ctx: Any, function: str, accumulates: bool, *matrices: Tensor, guard: OneShotGuard) -> Tensor:
+        guard.watch(ctx)
         ctx.set_materialize_grads(False)  # no gradient comes where `destination_of_matrices` took it
         ctx.function, ctx.accumulates, ctx.matrices = function, accumulates, matrices
         ctx.wanted = [not each.stop_gradient for each in matrices]
-        out, is_view = _in_one(matrices)
+        out, is_view = _view_or_copy(matrices)
         ctx.versions = [each.inplace_version for each in matrices] if is_view else None
         return out
 
@@ -157,7 +165,7 @@ def _accumulated(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
 def destination_of_matrices(given: Tensor | Sequence[Tensor]) -> Destination | None:
     """As `destination_of`, of a parameter or of a list of them whose gradients lie, or are made, side by side.
 
-    None for a list whose gradients cannot be written at once: then `joined` accumulates each.
+    None for a list whose gradients cannot be written at once: then `stack_or_view` accumulates each.
     """
     if isinstance(given, Tensor):
         return destination_of(given)

@@ -16,21 +16,21 @@ those that do not raise are treated as "none" and never lead out of bounds.
 
 from __future__ import annotations
 
-from .maps import (
-    make_chunk_sort_map,
-    make_row_id_map,
-    permute_with_mask_map,
-    sort_chunks_by_map,
-    unpermute_with_mask_map,
-    unpermute_with_mask_map_bwd_with_merging_probs,
-)
-from .moe import (
+from .compat.te_torch import (
     moe_permute,
     moe_permute_and_pad_with_probs,
     moe_permute_with_probs,
     moe_sort_chunks_by_index,
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
+)
+from .compat.te_triton import (
+    make_chunk_sort_map,
+    make_row_id_map,
+    permute_with_mask_map,
+    sort_chunks_by_map,
+    unpermute_with_mask_map,
+    unpermute_with_mask_map_bwd_with_merging_probs,
 )
 
 __all__ = [

@@ -1,14 +1,18 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Calls in Paddle's graph of gradients, for kernels that have none of their own: one PyLayer, whatever the operator.
+"""Autograd nodes for kernels that have no gradients of their own: one PyLayer, whatever the operator.
 
 What Paddle does for compiled operators is done here for the others. A gradient of the wrong shape raises, and so do a
-tensor that was changed in place and a second backward pass where none is possible. Linear operators have
-gradients of every order; the others refuse a second one.
+tensor that was changed in place and a second backward pass where none is possible. Linear operators have gradients of
+every order; the others refuse a second one.
+
+One-shot guard: Paddle 3.3 lets backward() use a PyLayer once. Its context is freed by the first backward(), whatever
+``retain_graph`` says, and the next one reads it: the process ends. A hook on the node's outputs runs before that.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +23,68 @@ from paddle.autograd import PyLayer
 from .._graphs import dense, placed, unpacked, with_elements
 from .._native import native
 from .base import Kernels, Tensors
-from .turns import OneTurn, applied_once
 
-__all__ = ["Call", "Gradients", "connect", "first_order_only", "linear", "wants_gradient"]
+__all__ = [
+    "Call",
+    "Gradients",
+    "OneShotGuard",
+    "applied_once",
+    "connect",
+    "first_order_only",
+    "linear",
+    "wants_gradient",
+]
 
 Gradients = tuple[Tensor | None, ...]
+
+
+class _Witness:
+    """Lives as long as the context of a node, which is Paddle's own."""
+
+
+class OneShotGuard:
+    """Knows whether backward() has used a node of a PyLayer."""
+
+    def __init__(self) -> None:
+        self._witness: weakref.ref[_Witness] | None = None
+
+    def watch(self, ctx: Any) -> None:
+        """Watch the node's context; for its forward function."""
+        ctx.witness = _Witness()
+        self._witness = weakref.ref(ctx.witness)
+
+    def is_spent(self) -> bool:
+        """Whether the context is gone."""
+        return self._witness is not None and self._witness() is None
+
+
+def applied_once(
+    layer: type[PyLayer], *arguments: Any, function: str = "", where: str = "", instead: str = ""
+) -> tuple[Tensor, ...]:
+    """The outputs of a PyLayer; a second backward() through them raises.
+
+    Args:
+        layer: what to apply. Its forward function takes a `OneShotGuard` as ``guard``, and lets it watch the context.
+        *arguments: the others that it takes.
+        function: the name that begins the error text, if there is one.
+        where: under which circumstances the graph can be used once, for the text.
+        instead: what to do instead, for its end.
+    """
+    guard, begin = OneShotGuard(), f"{function}: " if function else ""
+    made = layer.apply(*arguments, guard=guard)
+    outputs = made if isinstance(made, tuple) else (made,)
+
+    def refuse_second_backward(_: Tensor | None) -> None:
+        if guard.is_spent():
+            raise RuntimeError(
+                f"{begin}backward() has used this graph, and {where}nothing can use it again, "
+                f"even with retain_graph=True{instead}"
+            )
+
+    for output in outputs:
+        if not output.stop_gradient:
+            output.register_hook(refuse_second_backward)
+    return outputs
 
 
 class Call:
@@ -122,9 +183,9 @@ class _Node(PyLayer):
     """A call in the autograd graph. Its inputs are the differentiable ones, its outputs those with a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *inputs: Tensor, turn: OneTurn) -> Any:
+    def forward(ctx: Any, call: Call, *inputs: Tensor, guard: OneShotGuard) -> Any:
         ctx.call = call
-        turn.watch(ctx)
+        guard.watch(ctx)
         call.is_node = True
         outputs = call.forward()
         ctx.save_for_backward(*call.saved)

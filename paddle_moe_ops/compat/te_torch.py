@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The functions that route and move in one call: TransformerEngine's high-level ones."""
+"""The functions of `paddle_moe_ops.masked` that route and move in one call: TransformerEngine's high-level ones."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from .. import _checks, rowmaps
+from .. import _checks
 from .._graphs import float32, is_graph_value, public, to_dtype
 from ..backends import resolve
 from ..functional import sort_chunks
 from ..routing import Plan, route
-from .maps import unpermute_with_mask_map
-from .shared import ROUTE_NAMES, check_scale, mask_of, move, route_mask, without_zero_probs
+from . import row_maps
+from .te_masks import ROUTE_NAMES, check_scale, mask_of, move, route_mask, without_zero_probs
+from .te_triton import unpermute_with_mask_map
 
 __all__ = [
     "moe_permute",
@@ -73,7 +74,7 @@ def moe_permute(
     if map_type == "mask":
         num_rows = _checks.integer(name, "num_out_tokens", num_out_tokens, -1)
         plan = route_mask(name, mask_of(name, routing_map, inp), None, num_rows, validate=validate)
-        row_id_map = rowmaps.plan_to_row_id_map(plan)
+        row_id_map = row_maps.plan_to_row_id_map(plan)
     else:
         plan = _route_ids(name, inp, routing_map, num_out_tokens, num_experts, validate)
         row_id_map = plan.slot_to_row.transpose([1, 0]).flatten()
@@ -121,7 +122,7 @@ def moe_permute_with_probs(
     num_rows = _checks.integer(name, "num_out_tokens", num_out_tokens, -1)
     plan = route_mask(name, mask_of(name, routing_map, inp), probs, num_rows, validate=validate)
     permuted, *permuted_scale = _move_weighted(name, inp, plan, scale, zero_prob_as_padding)
-    return permuted, to_dtype(plan.row_probs, probs.dtype), rowmaps.plan_to_row_id_map(plan), *permuted_scale
+    return permuted, to_dtype(plan.row_probs, probs.dtype), row_maps.plan_to_row_id_map(plan), *permuted_scale
 
 
 @public("inp", "probs")
@@ -169,12 +170,12 @@ def moe_permute_and_pad_with_probs(
     mask = mask_of(name, routing_map, inp)
     plan = route_mask(name, mask, probs, -1, align, tokens_per_expert=tokens_per_expert, validate=validate)
     permuted, *permuted_scale = _move_weighted(name, inp, plan, scale, zero_prob_as_padding)
-    pad_offsets: Tensor | None = rowmaps.padding_offsets(plan)
+    pad_offsets: Tensor | None = row_maps.padding_offsets(plan)
     if isinstance(inp, Tensor) and int(plan.routed_per_expert.sum()) == plan.num_rows:
         pad_offsets = None
     targets = (plan.expert_offsets[1:] - plan.expert_offsets[:-1]).astype("int64")
     targets.stop_gradient = True
-    row_id_map = rowmaps.plan_to_row_id_map(plan, pad_offsets)
+    row_id_map = row_maps.plan_to_row_id_map(plan, pad_offsets)
     return permuted, to_dtype(plan.row_probs, probs.dtype), row_id_map, pad_offsets, targets, *permuted_scale
 
 
@@ -349,6 +350,6 @@ def _unpermute_by_index(
                 _checks.bad_value(function, "restore_shape", expected, list(restore_shape))
     _checks.same_place(function, inp=inp, row_id_map=row_id_map, merging_probs=weights)
     slot_to_row = row_id_map.reshape([topk, -1 if slots != 0 else 0]).transpose([1, 0])
-    num_rows = rowmaps.num_rows_of(inp)
-    maps = rowmaps.read_index_map(function, slot_to_row, num_rows, _checks.validation(function, validate, inp))
+    num_rows = row_maps.num_rows_of(inp)
+    maps = row_maps.read_index_map(function, slot_to_row, num_rows, _checks.validation(function, validate, inp))
     return resolve("unpermute", inp).unpermute(inp, float32(weights), maps)

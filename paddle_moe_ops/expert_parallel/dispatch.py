@@ -15,20 +15,28 @@ from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from .._graphs import beside, context_manager, is_graph_value, public
+from ..backends.autograd import wants_gradient
 from ..backends.base import Validation
-from ..backends.nodes import wants_gradient
 from ..functional import permute, unpermute
 from ..routing import Plan, route
-from .buffers import buffers_of
-from .calls import Kind, LayerCall, Mode, Step, number_of_layer
-from .counting import counts_of_ranks, say_that_this_rank_raises
+from .agreement import Kind, LayerCall, Mode, Step, agree, group_of, number_of_layer
+from .alltoall import (
+    Chunks,
+    Counts,
+    check_travel,
+    combine_step,
+    counts_of_ranks,
+    exchange,
+    exchange_with_probs,
+    rows_of_tokens,
+    say_that_this_rank_raises,
+    transport_for,
+)
 from .deep_ep import DeepEP
-from .exchange import Chunks, Counts, combine_step, exchange, exchange_with_probs, rows_of_tokens
-from .groups import agree, group_of
-from .meetings import DEFAULT_TIMEOUT_S
-from .peers import Peers
-from .plans import chunks_of, equal_parts, local_ids_of, plan_of_ranks, trimmed, weights_by_row
-from .transports import check_travel, transport_for
+from .peer import Peers
+from .plans import chunks_of, equal_parts, kept_ids, local_ids_of, plan_of_ranks, trimmed, weights_by_row
+from .rendezvous import DEFAULT_TIMEOUT_S
+from .symmetric_memory import buffers_of
 
 __all__ = ["ExpertParallel", "Received", "parallel_of_agreed", "telling_of_errors"]
 
@@ -327,7 +335,7 @@ def telling_of_errors(ep: ExpertParallel) -> Iterator[None]:
         yield
     except (TypeError, ValueError):
         if ep._peers is None and ep.tokens_per_rank is None and paddle.in_dynamic_mode():
-            say_that_this_rank_raises(ep, ep._step((0, 0, 0, True), Mode.RAISED))
+            say_that_this_rank_raises(ep._transport, ep._step((0, 0, 0, True), Mode.RAISED))
         raise
 
 
@@ -341,12 +349,12 @@ def _dispatch(
         _check_arguments(x, ids, probs)
         plan = _plan(ids, probs, ep, capacity, validate)
     # without a capacity all that is an id is kept, and what is none goes to no rank; int64 may not fit
-    kept = ids if capacity is None and ids.dtype == paddle.int32 else _kept_ids(ids, plan)
+    kept = ids if capacity is None and ids.dtype == paddle.int32 else kept_ids(ids, plan)
     kept, step = beside(kept, x), ep._dispatch_step(x, ids, probs)
     if ep.tokens_per_rank is not None:
         return _dispatch_equal_parts(x, probs, kept, plan, ep, step)
     to_ranks = plan_of_ranks(kept, ep.group.nranks, ep.num_local_experts, None)
-    tokens, rows, of_experts = counts_of_ranks(x, plan, to_ranks, ep, step, validate)
+    tokens, rows, of_experts = counts_of_ranks(x, plan, to_ranks, ep._transport, ep.payload, step, validate)
     ep._calls += 1
     to_ranks, plan = trimmed(to_ranks, sum(tokens.sent)), trimmed(plan, sum(rows.received))
     local_ids = beside(tokens.there(local_ids_of(kept, to_ranks, ep.num_local_experts, has_gaps=False), step), x)
@@ -387,11 +395,6 @@ def _plan(ids: Tensor, probs: Tensor, ep: ExpertParallel, capacity: int | None, 
             capacity=capacity,
             validate=validate,
         )
-
-
-def _kept_ids(ids: Tensor, plan: Plan) -> Tensor:
-    """The ids as int32, -1 where a slot was dropped."""
-    return paddle.where(plan.slot_to_row >= 0, ids.astype("int32"), paddle.full_like(plan.slot_to_row, -1))
 
 
 def _dispatch_equal_parts(
@@ -435,7 +438,7 @@ def _dispatch_to_peers(
         return _tokens_of_peers(got, peers, ep, got.routed, got.dropped)
     plan = _plan(ids, probs, ep, capacity, validate)
     if capacity is not None:
-        ids = _kept_ids(ids, plan)
+        ids = kept_ids(ids, plan)
     if isinstance(peers, DeepEP) or ep.combines == "reduced":
         arrived = peers.dispatch(x, ids, probs, step)
         ep._calls += 1

@@ -1,29 +1,134 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The call that a rank is in, of which layer. It travels with each exchange; ranks in different calls raise.
+"""What the ranks of a group must agree on: the group, arguments, and the call that each rank is in.
 
-Layers are numbered per group in the order in which they are made, calls per layer. A rank in another gradient mode than
-the others is in the same call: all ranks get their values, and the backward pass of the others raises before it waits.
+The call travels with each exchange; ranks in different calls raise. Layers are numbered per group in the order in which
+they are made, calls per layer. A rank in another gradient mode than the others is in the same call: all ranks get their
+values, and the backward pass of the others raises before it waits.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import paddle
 from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
-from .groups import raise_for_others, values_of_ranks
+from .._graphs import context_manager
 
-__all__ = ["CALL_WORDS", "Kind", "LayerCall", "LayerNumber", "Mode", "Step", "number_of_layer", "raise_for_modes"]
+__all__ = [
+    "CALL_WORDS",
+    "Kind",
+    "LayerCall",
+    "LayerNumber",
+    "Mode",
+    "Step",
+    "agree",
+    "check_calls",
+    "group_of",
+    "is_gloo",
+    "number_of_layer",
+    "raise_for_modes",
+    "raising_together",
+    "values_of_ranks",
+]
 
 CALL_WORDS = 8  # PMO_CALL_WORDS
 _NAME = "ExpertParallel"
 _DISPATCH = f"{_NAME}.dispatch"
 _CALLS, _COPIES = 1 << 20, 1 << 10  # numbers in a code; higher ones begin at 0 again
+
+
+def group_of(function: str, group: Any) -> Group:
+    """The group that a caller means.
+
+    Args:
+        function: name that begins the messages.
+        group: one of `paddle.distributed`, as Fleet's ``get_expert_parallel_group()`` gives, too; None for all ranks,
+            or for this process alone where `paddle.distributed` was not initialised.
+
+    Raises:
+        TypeError: it is not a group.
+        ValueError: this process is not one of its ranks.
+    """
+    if group is None:
+        # Where nothing was initialised Paddle would make a group of every rank that the environment names.
+        if not paddle.distributed.is_initialized():
+            return Group(0, -1, [0], name="expert_parallel_alone")
+        group = paddle.distributed.get_group(0)
+    _checks.instance(function, "group", group, Group, "a group of paddle.distributed, or None")
+    if group.rank < 0 and group.ranks == [paddle.distributed.get_rank()]:  # Paddle says so of groups of one rank
+        return Group(0, -1, group.ranks, name="expert_parallel_alone")
+    if group.rank < 0:
+        _checks.bad_value(function, "group", "a group that this rank belongs to", f"one of ranks {group.ranks}")
+    return group
+
+
+def is_gloo(group: Group) -> bool:
+    """Whether gloo connects the ranks."""
+    return str(group.backend).lower() == "gloo"
+
+
+def agree(function: str, group: Group, settings: Mapping[str, Any]) -> None:
+    """Check that all ranks of a group were given the same settings; every rank must call it.
+
+    Raises:
+        ValueError: on every rank, if the settings differ, or some ranks lack one.
+    """
+    with raising_together(function, group, settings):
+        pass
+
+
+def values_of_ranks(values: Iterable[Any], ranks: Iterable[int]) -> str:
+    """The text of values that differ between ranks."""
+    return ", ".join(f"{each} on rank {rank}" for each, rank in zip(values, ranks, strict=True))
+
+
+@context_manager
+def raising_together(function: str, group: Group, settings: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Make bad arguments and failures of one rank an error on every rank; every rank must come here.
+
+    One exchange, after the block.
+
+    Args:
+        function: name that begins the messages.
+        group: the ranks.
+        settings: what must be the same on all of them, by name.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, OSError: what this rank raised inside.
+        RuntimeError: other ranks raised.
+        ValueError: on every rank, if the settings differ, or some ranks lack one.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError, OSError) as caught:
+        error = caught
+    own = error is not None, dict(settings or {})
+    of_ranks: list[tuple[bool, dict[str, Any]]] = []
+    if group.nranks == 1:
+        of_ranks.append(own)
+    else:
+        paddle.distributed.all_gather_object(of_ranks, own, group=group)
+    if error is not None:
+        raise error
+    raise_for_others(function, group.ranks, [rank for rank, (bad, _) in zip(group.ranks, of_ranks, strict=True) if bad])
+    for name in dict.fromkeys(name for _, each in of_ranks for name in each):
+        values = [each.get(name) for _, each in of_ranks]
+        if any(other != values[0] for other in values):
+            given = values_of_ranks(map(repr, values), group.ranks)
+            _checks.bad_value(function, name, "the same on all ranks of the group", given)
+
+
+def raise_for_others(function: str, ranks: Sequence[int], raised: Sequence[int]) -> None:
+    """Raise a RuntimeError on a rank whose own arguments are good, if other ranks raised."""
+    if raised:
+        raise RuntimeError(f"{function}: ranks {raised} of {ranks} raised an error in this call, which says more")
 
 
 class Kind(enum.IntEnum):

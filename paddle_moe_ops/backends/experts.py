@@ -1,0 +1,279 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""GEMMs and layers of experts as autograd nodes, and float8 matrices that are kept from one call to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import paddle
+from paddle import Tensor
+
+from .._graphs import dense, without_autocast
+from .autograd import Call, Gradients, connect, first_order_only, wants_gradient
+from .base import (
+    Backend,
+    GemmSpec,
+    Kernels,
+    Matrices,
+    MlpSpec,
+    QuantizeSpec,
+    Tensors,
+)
+from .stacking import alias_of, destination_of_matrices, stack_or_view
+
+__all__ = [
+    "Float8Matrices",
+    "GroupedGemm",
+    "MoeMlp",
+    "connect_experts",
+    "connected_mlp",
+    "holds_others",
+    "is_default",
+    "made_by",
+    "make_default",
+    "replaced_by",
+]
+
+
+class Float8Matrices:
+    """What `moe_mlp` keeps of a layer's matrices in float8, so that calls with the same matrices quantise them once.
+
+    The first call with an empty one quantises both matrices and keeps them, in the forms that its passes take: 2 bytes
+    for each element, 1 where no gradient is wanted, or 4 where they are multiplied in float32. If a later call wants a
+    gradient, the codes of the forward pass are turned for it. Later calls, and their backward passes, take what is
+    kept, whatever the matrices hold by then. So call `clear` after each step of the optimizer, and after anything else
+    that changes the matrices::
+
+        kept = Float8Matrices()
+        for step in range(steps):
+            for x, target in micro_batches:
+                out = moe_mlp(x, plan_of(x), probs_of(x), gate_up, down, compute="fp8_1x128", float8_matrices=kept)
+                loss(out, target).backward()
+            optimizer.step()
+            optimizer.clear_grad()
+            kept.clear()
+
+    Each layer needs one of its own, and matrices that stay in the same memory: parameters, not tensors that are cast or
+    stacked for each call. Other matrices are refused until `clear`. A backward pass takes the matrices of its forward
+    pass, also if they have changed or this was cleared in between. Results have the bits of calls that quantise anew. A
+    copy of one, and one that was pickled, is empty.
+
+    Attributes:
+        is_empty: whether the next call quantises its matrices.
+    """
+
+    def __init__(self) -> None:
+        self._of: Any = None  # aliases of what was given, so that nothing else gets its memory, and facts about it
+        self._made: Any = None
+        self._is_default = False
+
+    @property
+    def is_empty(self) -> bool:
+        return self._made is None
+
+    def clear(self) -> None:
+        """Forget what is kept; its memory is free when no backward pass needs it."""
+        self._of = self._made = None
+
+    def __repr__(self) -> str:
+        return f"Float8Matrices({'empty' if self.is_empty else f'of {len(self._of[0])} tensors'})"
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return Float8Matrices, ()
+
+
+def make_default(kept: Float8Matrices) -> None:
+    """Have the layer that has it use it from the next call on, which quantises; see `nn.set_is_first_microbatch`."""
+    kept.clear()
+    kept._is_default = True
+
+
+def is_default(kept: Float8Matrices | None) -> bool:
+    """Whether calls that do not say otherwise use what is kept."""
+    return kept is not None and kept._is_default
+
+
+def holds_others(kept: Float8Matrices, gate_up: Matrices, down: Matrices, transpose: bool) -> bool:
+    """Whether what is kept was made of other matrices; if nothing is kept, these are noted for `made_by`."""
+    casts_to = paddle.amp.get_autocast_dtype() if paddle.amp.is_autocast_enabled() else None
+    facts = transpose, casts_to, _facts_of(gate_up), _facts_of(down)
+    if kept._made is None:
+        # A parameter may be moved to other memory, so to keep the parameter itself would not do.
+        kept._of = [alias_of(matrix) for matrix in (*_listed(gate_up), *_listed(down))], facts
+    return facts != kept._of[1]
+
+
+def made_by(kept: Float8Matrices, name: str, make: Callable[[], Any]) -> Any:
+    """What is kept, which ``make`` makes if there is nothing, or nothing of the backend of this name."""
+    if kept._made is None or kept._made[0] != name:
+        kept._made = name, make()
+    return kept._made[1]
+
+
+def replaced_by(kept: Float8Matrices, before: Any, made: Any) -> Any:
+    """Keep this instead of what `made_by` gave before, unless another thread has cleared that meanwhile."""
+    found = kept._made
+    if made is not before and found is not None and found[1] is before:
+        kept._made = found[0], made
+    return made
+
+
+def _facts_of(matrices: Matrices) -> list[tuple]:
+    """What tells matrices from others, short of their values."""
+    return [(matrix.data_ptr(), matrix.dtype, *matrix.shape, *matrix.strides) for matrix in _listed(matrices)]
+
+
+def _listed(matrices: Matrices) -> Sequence[Tensor]:
+    return [matrices] if isinstance(matrices, Tensor) else matrices
+
+
+class _QuantizedExperts(Call):
+    function = "quantized_experts"
+
+    def __init__(
+        self,
+        kernels: Any,
+        x: Tensor,
+        tensors: Tensors,
+        plan: Any,
+        spec: QuantizeSpec,
+        expert_fn: Callable[..., Tensor],
+        expert_vjp: Callable[..., Tensors],
+    ) -> None:
+        super().__init__(kernels, x, *tensors)
+        self.watch(plan.slot_to_row, plan.token_rows, plan.row_to_token)
+        self.arguments: Any = (x, tensors)
+        self.plan, self.spec = plan, spec
+        self.expert_fn, self.expert_vjp = expert_fn, expert_vjp
+
+    def run(self) -> Tensors:
+        x, tensors = self.arguments
+        self.arguments = None
+        quantized = self.kernels.permute_quantized(x, self.plan, "all", self.spec)
+        self.save(*quantized, *tensors)
+        return (self.expert_fn(*quantized, *tensors),)
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        made = self.expert_vjp(*gradients, *self.saved)
+        d_rows, *d_tensors = (None if each is None else each.detach() for each in made)
+        d_x = self.kernels.unpermute(d_rows, None, self.plan) if self.wanted[0] else None
+        return first_order_only(self, (d_x, *d_tensors), *gradients, *self.saved)
+
+
+def _contiguous(operands: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """Operands of which kernels and `Call.save` need one copy, not one each."""
+    return tuple([each if each is None or each.is_contiguous() else dense(each) for each in operands])
+
+
+class GroupedGemm(Call):
+    function = "grouped_gemm"
+
+    def __init__(
+        self, kernels: Kernels, x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | None, spec: GemmSpec
+    ) -> None:
+        super().__init__(kernels, x, w, weights, bias)
+        self.watch(*(each for each in (spec.m_sizes, spec.expert_offsets) if isinstance(each, Tensor)))
+        if spec.plan is not None:
+            self.watch(spec.plan.token_rows, spec.plan.row_to_token)
+        self.operands: Any = (x, w, weights, bias)
+        self.is_given = tuple(each is not None for each in self.operands)
+        self.spec = spec
+
+    def run(self) -> Tensors:
+        operands, self.operands = _contiguous(self.operands), None
+        self.save(*operands)
+        out = self.kernels.grouped_gemm(*operands, self.spec)
+        return (out,)
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        saved, wanted = iter(self.saved), iter(self.wanted)
+        operands = [next(saved) if given else None for given in self.is_given]
+        all_wanted = tuple(given and next(wanted) for given in self.is_given)
+        made = self.kernels.grouped_gemm_backward(*gradients, *operands, self.spec, all_wanted)
+        made = tuple(each for each, given in zip(made, self.is_given, strict=True) if given)
+        return first_order_only(self, made, *gradients, *operands)
+
+
+class MoeMlp(Call):
+    function = "moe_mlp"
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        weights: Tensor | None,
+        spec: MlpSpec,
+        parameters: tuple[Matrices, Matrices],
+    ) -> None:
+        super().__init__(kernels, x, gate_up, down, weights)
+        plan = spec.plan
+        self.watch(plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets)
+        self.operands: Any = (x, gate_up, down, weights)
+        self.spec = spec
+        self.parameters = parameters if spec.accumulates else ()
+        self.is_spent = False
+
+    def run(self) -> Tensors:
+        operands, self.operands = _contiguous(self.operands), None
+        out, hidden, weights, self.tables = self.kernels.moe_mlp(*operands, self.spec, True)
+        self.has_weights = weights is not None
+        unread = () if self.spec.quantized is None else operands[1:3]
+        self.save(*operands[:3], weights, *hidden, unread=unread)
+        return (out,)
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        x, gate_up, down, *others = self.saved
+        weights = others.pop(0) if self.has_weights else None
+        if self.is_spent:
+            raise RuntimeError(
+                f"moe_mlp: a backward pass on the backend {self.kernels.name!r} has overwritten the first product of "
+                "this call, so nothing can use it again, even with retain_graph=True; with keep='x' it can"
+            )
+        self.is_spent = bool(others) and self.kernels.overwrites_hidden
+        destinations: tuple[Any, ...] = (None, None)
+        if self.parameters:
+            wanted = zip(self.wanted[1:3], self.parameters, strict=True)
+            destinations = tuple(destination_of_matrices(each) if want else None for want, each in wanted)
+        self.added = frozenset(number for number, each in enumerate(destinations, 1) if each is not None)
+        operands = x, gate_up, down, weights, tuple(others), self.tables
+        made = self.kernels.moe_mlp_backward(*gradients, *operands, self.spec, (*self.wanted, False)[:4], destinations)
+        return first_order_only(self, made[: len(self.wanted)], *gradients, x, gate_up, down, weights)
+
+
+def connect_experts(backend: Backend, x: Tensor, tensors: Tensors, *others: Any) -> Tensor:
+    """What experts make of quantised rows, differentiable in x and the tensors: one node, whichever backend runs it.
+
+    Args:
+        backend: what quantises, permutes and adds rows up.
+        x: tokens [T, H].
+        tensors: what the experts take besides the rows.
+        others: plan, spec, expert_fn and expert_vjp.
+    """
+    return connect(_QuantizedExperts(backend, x, tensors, *others), x, *tensors)[0]
+
+
+def connected_mlp(
+    kernels: Any, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec
+) -> Tensor:
+    """`Backend.moe_mlp` by kernels that have it and its gradient."""
+    given = gate_up, down
+    gate_up, down = [  # to ask an abstract class, as Sequence is one, takes long
+        each if isinstance(each, Tensor) else stack_or_view(each, "moe_mlp", accumulates=spec.accumulates)
+        for each in given
+    ]
+    trains = wants_gradient(x, gate_up, down, weights)
+    if spec.quantized is not None:
+        with paddle.no_grad(), without_autocast():
+            matrices = gate_up.detach(), down.detach(), spec.transpose, trains
+            made = made_by(spec.quantized, kernels.name, lambda: kernels.quantize_experts(*matrices))
+            if trains:
+                made = replaced_by(spec.quantized, made, kernels.for_both_passes(made))
+        spec = spec._replace(quantized=made)
+    if not trains:
+        return kernels.moe_mlp(x, gate_up, down, weights, spec, False)[0]
+    operands = x, gate_up, down, weights
+    return connect(MoeMlp(kernels, *operands, spec, given), *operands)[0]

@@ -1,0 +1,279 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of models whose experts are spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import paddle
+from paddle import Tensor, nn
+from paddle.distributed.communication.group import Group
+from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
+
+from .. import _checks
+from .._graphs import without_gradients
+from .agreement import group_of, raising_together, values_of_ranks
+from .parameters import groups_of_experts, is_expert_parameter
+
+__all__ = [
+    "Part",
+    "agree_on_parts",
+    "copied",
+    "destination_of",
+    "gather_parts",
+    "gather_state_dict",
+    "shard_state_dict",
+    "without_wrapper",
+]
+
+
+class Part(NamedTuple):
+    """A tensor of this rank.
+
+    Attributes:
+        value: [E / P, ...] if the group shares experts, or any shape.
+        group: the ranks that must have tensors of the same name, dtype and shape.
+    """
+
+    value: Tensor
+    group: Group
+
+
+class Destination(NamedTuple):
+    """The ranks that get whole tensors, and the memory that holds them.
+
+    Attributes:
+        rank: of `paddle.distributed`; None: all ranks.
+        is_here: whether this rank gets them.
+        to_cpu: whether they are in the host's memory.
+    """
+
+    rank: int | None
+    is_here: bool
+    to_cpu: bool
+
+
+def destination_of(function: str, group: Group, dst: Any, to_cpu: Any) -> Destination:
+    """Check the arguments ``dst`` and ``to_cpu`` of a function.
+
+    Args:
+        function: name that begins the messages.
+        group: the ranks that call it.
+        dst: a rank of `paddle.distributed`, or None for all.
+        to_cpu: a bool.
+
+    Raises:
+        TypeError: ``dst`` is no int, or ``to_cpu`` no bool.
+        ValueError: ``dst`` is not in the group.
+    """
+    to_cpu = _checks.flag(function, "to_cpu", to_cpu)
+    if dst is None:
+        return Destination(None, True, to_cpu)
+    if isinstance(dst, bool) or not isinstance(dst, int):
+        _checks.bad_type(function, "dst", "an int, or None", type(dst).__name__)
+    if dst not in group.ranks:
+        _checks.bad_value(function, "dst", f"one of the ranks {group.ranks}, or None", dst)
+    return Destination(dst, dst == group.ranks[group.rank], to_cpu)
+
+
+def agree_on_parts(
+    function: str, everyone: Group, label: str, parts: Mapping[str, Part], destination: Destination
+) -> None:
+    """Check that the ranks of each group have tensors of the same names, dtypes and shapes.
+
+    All ranks know the parts of all, so that an error of one group is raised on the ranks of every group.
+
+    Args:
+        function: name that begins the message.
+        everyone: the ranks of all groups; each of them must call this.
+        label: what the message calls a tensor, with {!r} in place of its name.
+        parts: of this rank.
+        destination: must be the same rank for all.
+
+    Raises:
+        ValueError: on every rank, if they differ.
+    """
+    if everyone.nranks == 1:
+        return
+    own = {"dst": (str(destination.rank), tuple(everyone.ranks))}
+    for name, (value, group) in parts.items():
+        layout = f"{_checks.dtype_name(value.dtype)} {list(value.shape)}"
+        shared_by = "" if group.ranks == everyone.ranks else f" of ranks {group.ranks}"
+        own[label.format(name)] = (layout + shared_by, tuple(group.ranks))
+    of_ranks: list[dict[str, tuple[str, tuple[int, ...]]]] = []
+    paddle.distributed.all_gather_object(of_ranks, own, group=everyone)
+    by_rank = dict(zip(everyone.ranks, of_ranks, strict=True))
+    groups = {(name, ranks): None for each in of_ranks for name, (_, ranks) in each.items()}
+    for name, ranks in groups:
+        layouts = {rank: by_rank[rank].get(name, (None,))[0] for rank in ranks}
+        if len(set(layouts.values())) > 1:
+            given = values_of_ranks(map(repr, layouts.values()), layouts)
+            _checks.bad_value(function, name, "the same on all ranks of the group", given)
+
+
+def gather_parts(parts: Mapping[str, Part], destination: Destination) -> dict[str, Tensor]:
+    """Gather stacked tensors [E / P, ...] as [E, ...], one after the other; every rank must call it.
+
+    The groups' collectives follow the order of names. The ranks of a group have the same names, so groups that overlap
+    cannot wait for each other.
+
+    Args:
+        parts: on which the ranks agree.
+        destination: of the whole tensors.
+
+    Returns:
+        whole tensors, copies; on other ranks than the destination none.
+    """
+    whole = {}
+    for name in sorted(parts):
+        gathered = _gathered(*parts[name], destination)
+        if gathered is not None:
+            whole[name] = gathered
+    return whole
+
+
+def _gathered(part: Tensor, group: Group, destination: Destination) -> Tensor | None:
+    if group.nranks == 1:
+        return copied(part, destination) if destination.is_here else None
+    of_ranks: list[Tensor] = []
+    if destination.rank is None:
+        paddle.distributed.all_gather(of_ranks, part, group=group)
+    elif destination.rank in group.ranks:
+        paddle.distributed.gather(part, of_ranks if destination.is_here else None, destination.rank, group)
+    if not destination.is_here:
+        return None
+    if destination.to_cpu:
+        of_ranks = [each.cpu() for each in of_ranks]
+    return paddle.concat(of_ranks)
+
+
+def copied(value: Tensor, destination: Destination) -> Tensor:
+    """Return a copy of a tensor in the memory of the destination."""
+    return value.cpu() if destination.to_cpu and not value.place.is_cpu_place() else value.clone()
+
+
+def without_wrapper(function: str, layer: Any) -> nn.Layer:
+    """The model that `paddle.DataParallel` or ``fleet.distributed_model`` wrapped, whose states have its names.
+
+    Raises:
+        TypeError: it is not a layer; the message begins with the function's name.
+    """
+    _checks.instance(function, "layer", layer, nn.Layer, "a Layer")
+    while isinstance(layer, (paddle.DataParallel, MetaParallelBase)):
+        layer = layer._layers
+    return layer
+
+
+@without_gradients
+def gather_state_dict(
+    layer: nn.Layer, group: Any = None, *, dst: int | None = None, to_cpu: bool = False
+) -> dict[str, Tensor]:
+    """Gather the state that a model would have in one process, with the experts of all ranks. All ranks must call it.
+
+    Not differentiable. Bit-exact copies; the host waits for the other ranks. Parameters of experts are gathered one
+    after the other.
+
+    Args:
+        layer: the model, or what `paddle.DataParallel` or ``fleet.distributed_model`` made of it; what
+            `mark_expert_parameters` marked is gathered.
+        group: the ranks that share the experts, as `ExpertParallel` takes it. None: each parameter is gathered from the
+            group that it was marked with, so layers may have different groups, and from all ranks if it has none; then
+            all ranks must call this.
+        dst: the only rank that gets the state, a number of `paddle.distributed`, as in `paddle.distributed.gather`.
+            None: all ranks get it.
+        to_cpu: whether the tensors are returned in the host's memory. Each goes there before the next one is gathered,
+            so a GPU has one whole parameter of experts at a time.
+
+    Returns:
+        ``layer.state_dict()``, in which stacked parameters [E / P, ...] of experts are [E, ...]; on other ranks than
+        ``dst`` an empty dict.
+
+    Raises:
+        TypeError: the layer is not a layer, the group not a group, ``dst`` not an int, or ``to_cpu`` not a bool.
+        ValueError: this process is not one of the group's ranks, other ranks share the experts, or ``dst`` is not one
+            of the ranks; on every rank, if ranks that share experts have different parameters of them, or ``dst``
+            differs.
+        RuntimeError: another rank raised an error.
+    """
+    function = "gather_state_dict"
+    everyone = group_of(function, group)
+    with raising_together(function, everyone):
+        destination = destination_of(function, everyone, dst, to_cpu)
+        layer = without_wrapper(function, layer)
+        state = dict(layer.state_dict())
+        marked = _marked(layer)
+        label = "layer.state_dict()[{!r}]"
+        shared_by = groups_of_experts(function, label, marked, everyone, is_given=group is not None)
+        parts = {name: Part(state[name], shared_by[name]) for name in marked}
+    agree_on_parts(function, everyone, label, parts, destination)
+    whole = gather_parts(parts, destination)
+    if not destination.is_here:
+        return {}
+    return {name: whole[name] if name in whole else copied(value, destination) for name, value in state.items()}
+
+
+def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = None) -> dict[str, Tensor]:
+    """Cut this rank's part out of a whole state, for ``layer.set_state_dict``: a checkpoint fits any number of ranks.
+
+    Ranks do not communicate. Bit-exact copies of experts; all other tensors are those of ``state``.
+
+    Args:
+        state: that of one process, or from `gather_state_dict`. It has all experts of the layer; other tensors may be
+            missing.
+        layer: the model that it is for, wrapped or not.
+        group: the ranks that share the experts, as `ExpertParallel` takes it. None: for each parameter the group that
+            it was marked with, or all ranks if it has none.
+
+    Returns:
+        ``state``, in which each stacked parameter [E, ...] of experts is [E / P, ...].
+
+    Raises:
+        TypeError: the state is not a dict, the layer not a layer, or the group not a group.
+        ValueError: the state lacks experts of the layer, or its keys have a prefix such as ``_layers.``; a tensor does
+            not have the shape that the layer's has, or a parameter of experts not those of all ranks; other ranks than
+            the group's share the experts; this process is not one of the group's ranks.
+    """
+    name = "shard_state_dict"
+    everyone, layer = group_of(name, group), without_wrapper(name, layer)
+    _checks.instance(name, "state", state, Mapping, "a dict of tensors, as gather_state_dict gives it")
+    part, own, marked = dict(state), layer.state_dict(), _marked(layer)
+    groups = groups_of_experts(name, "layer.state_dict()[{!r}]", marked, everyone, is_given=group is not None)
+    _check_keys(name, part, own, marked)
+    for key in sorted(own.keys() & part.keys()):
+        given, shape = list(part[key].shape), list(own[key].shape)
+        if key not in marked:
+            if given != shape:
+                _checks.bad_value(name, f"state[{key!r}]", f"of shape {shape}", given)
+            continue
+        count, *others = shape
+        shared_by = groups[key]
+        whole = [count * shared_by.nranks, *others]
+        if given != whole:
+            expected = f"of shape {whole}, the experts of {shared_by.nranks} ranks"
+            _checks.bad_value(name, f"state[{key!r}]", expected, given)
+        part[key] = part[key][shared_by.rank * count : (shared_by.rank + 1) * count]
+    return part
+
+
+def _check_keys(
+    function: str, state: Mapping[str, Tensor], own: Mapping[str, Tensor], experts: Mapping[str, Tensor]
+) -> None:
+    """Refuse a state of which ``layer.set_state_dict`` would load no experts, or nothing, with a warning at most."""
+    missing = [key for key in experts if key not in state]
+    if not missing and (not own or not own.keys().isdisjoint(state)):
+        return
+    key = next(iter(missing or own))
+    for other in state:
+        if other.endswith(f".{key}") and other not in own:
+            expected, prefix = f"with keys of layer.state_dict(), such as {key!r}", other.removesuffix(key)
+            _checks.bad_value(function, "state", expected, f"{other!r}, which has the prefix {prefix!r}")
+    of_what = "all experts of the layer" if missing else "tensors of the layer"
+    _checks.bad_value(function, "state", f"one with {of_what}", f"one without {key!r}")
+
+
+def _marked(layer: nn.Layer) -> dict[str, Tensor]:
+    """The parameters of experts by their keys in a state, in which layers used twice are twice."""
+    own = nn.Layer.state_dict(layer, use_hook=False)  # hooks may return other tensors, without marks
+    return {name: own[name] for name in sorted(own) if is_expert_parameter(own[name])}
