@@ -7,8 +7,10 @@ Nothing here imports Paddle before a test asks for a device: the tests of the co
 
 from __future__ import annotations
 
+import gc
 import os
 import zlib
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -60,6 +62,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left = [item for item in items if item not in left_out]
     # Files that take long come first: one that begins last has a worker to itself while the others wait.
     items[:] = sorted(left, key=lambda item: item.get_closest_marker("long") is None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collections_are_quick() -> Iterator[None]:
+    """Python's collector leaves out what was imported: Paddle collects garbage whenever it traces bytecode."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

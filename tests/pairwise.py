@@ -13,12 +13,19 @@ import pytest
 Axis = Sequence[Any] | Mapping[str, Any]
 
 
-def pairwise(axes: Mapping[str, Axis], empty: Mapping[str, Collection[Any]] | None = None) -> pytest.MarkDecorator:
+def pairwise(
+    axes: Mapping[str, Axis],
+    empty: Mapping[str, Collection[Any]] | None = None,
+    *,
+    indirect: Sequence[str] = (),
+    others_are_slow: bool = False,
+) -> pytest.MarkDecorator:
     """Return a ``parametrize`` mark whose cases cover all pairs of values of any two axes.
 
     Axes are named as in ``parametrize``: "K" has values, "K, E" has tuples. A mapping names its values; other values
     are named by ``str``. ``empty`` lists values for which a test computes nothing, such as 0 tokens: a case with such a
-    value covers only the pairs that contain it.
+    value covers only the pairs that contain it. ``indirect`` is that of ``parametrize``. With ``others_are_slow`` the
+    remaining combinations are slow tests.
     """
     labels = [[_label(each) for each in axis] for axis in axes.values()]
     values = [list(axis.values() if isinstance(axis, Mapping) else axis) for axis in axes.values()]
@@ -30,14 +37,16 @@ def pairwise(axes: Mapping[str, Axis], empty: Mapping[str, Collection[Any]] | No
         for index, value in enumerate(of_axis)
         if value in (empty or {}).get(axis, ())
     }
+    sizes = [len(axis) for axis in values]
+    covered = covering(sizes, nothing)
     marked = []
-    for case in covering([len(axis) for axis in values], nothing):
+    for case in itertools.product(*map(range, sizes)) if others_are_slow else covered:
         arguments: list[Any] = []
         for axis, of_axis, index in zip(names, values, case, strict=True):
             arguments += of_axis[index] if len(axis) > 1 else [of_axis[index]]
         label = "-".join(axis[index] for axis, index in zip(labels, case, strict=True))
-        marked.append(pytest.param(*arguments, id=label))
-    return pytest.mark.parametrize([name for axis in names for name in axis], marked)
+        marked.append(pytest.param(*arguments, id=label, marks=[] if case in covered else pytest.mark.slow))
+    return pytest.mark.parametrize([name for axis in names for name in axis], marked, indirect=indirect)
 
 
 def covering(

@@ -3,8 +3,8 @@
 """Runs a function in several processes that paddle.distributed connects, and brings back what each returns.
 
 The function is one of a test module, found there by name, so each process imports that module. A start takes seconds.
-So the processes stay until a call fails or needs another number or backend: sort tests by these, and leave no state
-that another function would notice. A group that one makes may stay.
+So processes stay until a call fails, or until others need their room: sort tests by number and backend, and leave no
+state that another function would notice. A group that one makes may stay.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ GRACE_S = 5 * SLOWNESS  # for the other ranks, after one failed: most wait for i
 SHOWN_LINES = 60  # of what a failed process printed
 
 _PR_SET_PDEATHSIG = 1
-_running: dict[tuple[int, str], Processes] = {}  # at most one
+MAX_WAITING = 5  # processes that wait for calls, some 300 MB each; on GPUs only those of one start
+_running: dict[tuple[int, str], Processes] = {}  # the last one used is the last
 
 
 def run(function: Callable[..., Any], num_processes: int, backend: str | None = None, **arguments: Any) -> list[Any]:
@@ -61,9 +62,13 @@ def run(function: Callable[..., Any], num_processes: int, backend: str | None = 
     if backend not in BACKENDS:
         raise ValueError(f"run: backend must be one of {BACKENDS}, got {backend!r}")
     key = (num_processes, backend)
-    if key not in _running:
-        stop()
-        _running[key] = Processes(num_processes, backend)
+    processes = _running.pop(key, None)
+    if processes is None:
+        room = 0 if backend == "cuda_rig" else MAX_WAITING - num_processes
+        while _running and sum(count for count, _ in _running) > room:
+            _running.pop(next(iter(_running))).stop()
+        processes = Processes(num_processes, backend)
+    _running[key] = processes
     try:
         return _running[key].call(function, arguments)
     except (RuntimeError, OSError):

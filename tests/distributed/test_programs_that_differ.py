@@ -194,14 +194,18 @@ def helpers_with_another_group() -> list[str]:
     layer = MoELayer(*SIZES, group=group)
     layer(paddle.ones([3, SIZES[0]])).sum().backward()
     optimizer = paddle.optimizer.SGD(parameters=layer.parameters())
+    copied = list(copy.deepcopy(layer).experts.parameters())
+    of_copy = caught(lambda: average_gradients(copied, paddle.distributed.get_group(0)))
     if paddle.distributed.get_rank() == 2:
         return [
+            of_copy,
             str(layer.experts.gate_up.shape[0]),
             str(gather_state_dict(layer, group)["experts.gate_up"].shape[0]),
             caught(lambda: gather_state_dict(layer, paddle.distributed.get_group(0))),
             str(gather_state_dict(layer)["experts.gate_up"].shape[0]),
         ]
     return [
+        of_copy,
         caught(lambda: average_gradients(layer.experts.parameters(), group)),
         caught(lambda: gather_state_dict(layer, paddle.distributed.get_group(0))),
         str(gather_state_dict(layer)["experts.gate_up"].shape[0]),
@@ -210,8 +214,12 @@ def helpers_with_another_group() -> list[str]:
 
 
 def test_helpers_of_three_ranks_refuse_a_group_that_does_not_share_the_experts():
-    first, second, alone = run(helpers_with_another_group, 3)
+    (of_copy, *first), (_, *second), (of_copy_alone, *alone) = run(helpers_with_another_group, 3)
     assert first == second
+    expected = "ValueError: average_gradients: group must be the group that shares the experts of parameters["
+    for text, ranks in ((of_copy, "[0, 1]"), (of_copy_alone, "[2]")):
+        assert text.startswith(expected)
+        assert text.endswith(f"ranks {ranks}, but got ranks [0, 1, 2]")
     assert alone[:2] == ["4", "4"]
     averaged, gathered, by_marks, of_optimizer = first
     assert averaged == of_optimizer == "nothing was raised"

@@ -183,7 +183,7 @@ WAYS = [
     ("compiled", columns),
     ("reference", columns),
     ("triton", columns),
-    ("triton", transposed),
+    pytest.param("triton", transposed, marks=pytest.mark.slow),  # interpreted kernels take long
 ]
 
 

@@ -21,14 +21,15 @@ from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.tolerances import assert_close_sums, dtype_tols
 from tests.ops.problems import ordinary, plan_tensors, tensor
 from tests.ops.test_gradient_shapes import SHAPES, go_back
-from tests.ops.test_moe_mlp import BY_DTYPE, BY_LAYOUT, Layer, assert_close
-from tests.params import EMPTY, MANY_EXPERTS, ODD, ONE_TOKEN, PADDED, Shape
+from tests.ops.test_moe_mlp import BUFFER_SIZES, BY_DTYPE, BY_LAYOUT, LAYOUTS, Layer, assert_close
+from tests.pairwise import pairwise
+from tests.params import EMPTY, MANY_EXPERTS, ODD, ONE_TOKEN, PADDED, SUM_DTYPES, Shape
 
 pytestmark = pytest.mark.compiled_only
 
 MANY_ROWS = Shape(700, 72, 4, 2, 16, "hundreds of rows for each expert, and padding between them")
-SIZES = pytest.mark.parametrize("sizes", [(7, 3), (64, 136), (8, 8), (24, 1032)], ids=str)
-KEEPS = pytest.mark.parametrize("keeps", [True, False], ids=["kept", "made again"])
+SIZES = [(7, 3), (64, 136), (8, 8), (24, 1032)]
+KEEPS = {"kept": True, "made again": False}
 
 
 @pytest.fixture(autouse=True)
@@ -57,19 +58,22 @@ def of_operator(
     return {"out": out, **{name: leaves[name].grad for name in leaves if name in wanted}}
 
 
-@KEEPS
-@BY_DTYPE
-@BY_LAYOUT
-@SIZES
+@pairwise({"sizes": SIZES, "transpose": LAYOUTS, "dtype": SUM_DTYPES, "keeps": KEEPS}, others_are_slow=True)
 def test_a_layer_is_that_of_the_oracle(sizes, transpose, dtype, keeps, rng, place):
     layer = Layer(rng, PADDED, dtype, transpose=transpose, form="by row", sizes=sizes)
     assert_close(of_operator(layer, place, keeps=keeps), layer.due(), dtype)
 
 
-@KEEPS
-@pytest.mark.parametrize("buffer_size", [-1, 40, 4000], ids=["exact", "small buffer", "large buffer"])
-@pytest.mark.parametrize("shape", [EMPTY, ONE_TOKEN, ODD, MANY_EXPERTS, MANY_ROWS], ids=str)
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
+@pairwise(
+    {
+        "shape": [EMPTY, ONE_TOKEN, ODD, MANY_EXPERTS, MANY_ROWS],
+        "buffer_size": BUFFER_SIZES,
+        "dtype": [np.float32, ml_dtypes.bfloat16],
+        "keeps": KEEPS,
+    },
+    empty={"shape": [EMPTY]},
+    others_are_slow=True,
+)
 def test_a_layer_of_any_routing(shape, buffer_size, dtype, keeps, rng, place):
     layer = Layer(rng, shape, dtype, form="by row", sizes=(40, 16), buffer_size=buffer_size)
     made = of_operator(layer, place, keeps=keeps)

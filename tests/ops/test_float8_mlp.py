@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 
 import ml_dtypes
@@ -20,7 +19,8 @@ from paddle_moe_ops.nn import MoELayer, SwiGLUExperts
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.tolerances import assert_close_float8
 from tests.ops.problems import ordinary, plan_tensors, tensor
-from tests.ops.test_moe_mlp import BACKENDS, BY_DTYPE, BY_FORM, BY_LAYOUT, Layer
+from tests.ops.test_moe_mlp import AXES, BACKENDS, BUFFER_SIZES, BY_DTYPE, BY_LAYOUT, LAYOUTS, Layer
+from tests.pairwise import pairwise
 from tests.params import EMPTY, MANY_EXPERTS, ODD, ONE_TOKEN, PADDED, SMALL
 
 FLOAT8 = "fp8_1x128"
@@ -64,10 +64,7 @@ def assert_near(made, due):
         assert_close_float8(to_numpy(got), due[name], name)
 
 
-@BACKENDS
-@BY_DTYPE
-@BY_LAYOUT
-@BY_FORM
+@pairwise(AXES, others_are_slow=True)
 def test_result_and_gradients(form, transpose, dtype, name, rng, place):
     layer = Float8Layer(rng, PADDED, dtype, transpose=transpose, form=form)
     with use_backend(name) if name else contextlib.nullcontext():
@@ -76,14 +73,17 @@ def test_result_and_gradients(form, transpose, dtype, name, rng, place):
     assert np.abs(to_numpy(made["x"]).astype(np.float64)).max() > 0
 
 
-@pytest.mark.parametrize("buffer_size", [-1, 40, 4000], ids=["exact", "small buffer", "large buffer"])
-@pytest.mark.parametrize(
-    ("sizes", "shape"),
-    [*itertools.product([(1, 1), (7, 3), (72, 16)], [EMPTY, ONE_TOKEN, ODD]), ((7, 3), MANY_EXPERTS)],
-    ids=str,
+@pairwise(
+    {"sizes": [(1, 1), (7, 3), (72, 16)], "shape": [EMPTY, ONE_TOKEN, ODD], "buffer_size": BUFFER_SIZES},
+    others_are_slow=True,
 )
 def test_any_routing_and_sizes(sizes, shape, buffer_size, rng, place):
     layer = Float8Layer(rng, shape, sizes=sizes, buffer_size=buffer_size)
+    assert_near(layer.run(place), layer.due())
+
+
+def test_many_experts(rng, place):
+    layer = Float8Layer(rng, MANY_EXPERTS, sizes=(7, 3), buffer_size=40)
     assert_near(layer.run(place), layer.due())
 
 
@@ -97,9 +97,7 @@ def test_results_are_near_those_of_float32_and_differ_from_them(rng, place):
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("form", ["by slot", "none"])
-@pytest.mark.parametrize("keep", ["h", "x"])
-@BY_LAYOUT
+@pairwise({"transpose": LAYOUTS, "keep": ["h", "x"], "form": ["by slot", "none"]}, others_are_slow=True)
 def test_kernels_for_hopper_run_where_they_can(on_hopper, transpose, keep, form, rng):
     layer = Float8Layer(rng, SMALL, BF16, transpose=transpose, form=form, sizes=(16, 128))
     products = 4 if keep == "h" else 5

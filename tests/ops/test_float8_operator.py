@@ -24,15 +24,16 @@ from tests.ops.problems import tensor
 from tests.ops.test_expert_operators import operands_of
 from tests.ops.test_float8_mlp import Float8Layer, assert_near
 from tests.ops.test_gradient_shapes import SHAPES, go_back
-from tests.ops.test_moe_mlp import BY_DTYPE, BY_LAYOUT
-from tests.params import EMPTY, MANY_EXPERTS, ODD, ONE_TOKEN, PADDED, Shape
+from tests.ops.test_moe_mlp import BUFFER_SIZES, BY_DTYPE, BY_LAYOUT, LAYOUTS
+from tests.pairwise import pairwise
+from tests.params import EMPTY, MANY_EXPERTS, ODD, ONE_TOKEN, PADDED, SUM_DTYPES, Shape
 
 pytestmark = pytest.mark.compiled_only
 
 BF16 = ml_dtypes.bfloat16
 MANY_ROWS = Shape(700, 72, 4, 2, 16, "hundreds of rows for each expert, and padding between them")
-SIZES = pytest.mark.parametrize("sizes", [(7, 3), (72, 16), (136, 130), (16, 128), (160, 256)], ids=str)
-KEEPS = pytest.mark.parametrize("keeps", [True, False], ids=["kept", "made again"])
+SIZES = [(7, 3), (72, 16), (136, 130), (16, 128), (160, 256)]
+KEEPS = {"kept": True, "made again": False}
 
 
 @pytest.fixture(autouse=True)
@@ -44,29 +45,35 @@ def of_operator(layer: Float8Layer, place, **options: Any) -> dict:
     return experts.of_operator(layer, place, float8=True, **options)
 
 
-@KEEPS
-@BY_DTYPE
-@BY_LAYOUT
-@SIZES
+@pairwise({"sizes": SIZES, "transpose": LAYOUTS, "dtype": SUM_DTYPES, "keeps": KEEPS}, others_are_slow=True)
 def test_a_layer_is_that_of_the_oracle(sizes, transpose, dtype, keeps, rng, place):
     layer = Float8Layer(rng, PADDED, dtype, transpose=transpose, form="by row", sizes=sizes)
     assert_near(of_operator(layer, place, keeps=keeps), layer.due())
 
 
-@KEEPS
-@pytest.mark.parametrize("buffer_size", [-1, 40, 4000], ids=["exact", "small buffer", "large buffer"])
-@pytest.mark.parametrize(
-    "shape",
-    [EMPTY, ONE_TOKEN, ODD, pytest.param(MANY_EXPERTS, marks=pytest.mark.slow, id=str(MANY_EXPERTS)), MANY_ROWS],
-    ids=str,
+@pairwise(
+    {
+        "shape": [EMPTY, ONE_TOKEN, ODD, MANY_ROWS],
+        "buffer_size": BUFFER_SIZES,
+        "dtype": [np.float32, BF16],
+        "keeps": KEEPS,
+    },
+    empty={"shape": [EMPTY]},
+    others_are_slow=True,
 )
-@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=["float32", "bfloat16"])
 def test_a_layer_of_any_routing(shape, buffer_size, dtype, keeps, rng, place):
     layer = Float8Layer(rng, shape, dtype, form="by row", sizes=(48, 128), buffer_size=buffer_size)
     made = of_operator(layer, place, keeps=keeps)
     if shape is ONE_TOKEN:  # whose one dot product may be small beside its terms
         del made["probs"]
     assert_near(made, layer.due())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keeps", KEEPS.values(), ids=KEEPS)
+def test_a_layer_of_many_experts(keeps, rng, place):
+    layer = Float8Layer(rng, MANY_EXPERTS, BF16, form="by row", sizes=(48, 128), buffer_size=40)
+    assert_near(of_operator(layer, place, keeps=keeps), layer.due())
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=lambda dtype: np.dtype(dtype).name)
@@ -87,7 +94,7 @@ def test_gradients_have_the_bits_of_the_composition(rng, place):
 
 
 @pytest.mark.gpu_only
-@KEEPS
+@pytest.mark.parametrize("keeps", KEEPS.values(), ids=KEEPS)
 @BY_LAYOUT
 def test_on_hopper_it_has_the_bits_of_the_launches_in_dygraph(transpose, keeps, rng, place):
     """Of the same kernels, from the same tables; gradients of matrices and of weights are added up otherwise."""

@@ -17,6 +17,7 @@ from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.backends.experts import MoeMlp
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import make_problem, ordinary, plan_tensors, tensor
+from tests.pairwise import pairwise
 from tests.params import EMPTY, MANY_EXPERTS, ODD, ONE_TOKEN, PADDED, SMALL, SUM_DTYPES
 
 D, N = 10, 6
@@ -25,6 +26,14 @@ BY_FORM = pytest.mark.parametrize("form", FORMS)
 BY_LAYOUT = pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
 BY_DTYPE = pytest.mark.parametrize("dtype", SUM_DTYPES, ids=lambda dtype: np.dtype(dtype).name)
 BACKENDS = pytest.mark.parametrize("name", [None, "reference"], ids=["automatic", "reference"])
+BUFFER_SIZES = {"exact": -1, "small buffer": 40, "large buffer": 4000}
+LAYOUTS = {"plain": False, "transposed": True}
+AXES = {
+    "form": FORMS,
+    "transpose": LAYOUTS,
+    "dtype": SUM_DTYPES,
+    "name": {"automatic": None, "reference": "reference"},
+}
 
 
 class Layer:
@@ -83,20 +92,23 @@ def assert_close(made, due, dtype):
         assert np.linalg.norm(got - expected) <= limit * np.linalg.norm(expected), name
 
 
-@BACKENDS
-@BY_DTYPE
-@BY_LAYOUT
-@BY_FORM
+@pairwise(AXES, others_are_slow=True)
 def test_result_and_gradients(form, transpose, dtype, name, rng, place):
     layer = Layer(rng, PADDED, dtype, transpose=transpose, form=form)
     with use_backend(name) if name else contextlib.nullcontext():
         assert_close(layer.run(place), layer.due(), dtype)
 
 
-@BACKENDS
-@pytest.mark.parametrize("buffer_size", [-1, 40, 4000], ids=["exact", "small buffer", "large buffer"])
-@pytest.mark.parametrize("shape", [EMPTY, ONE_TOKEN, ODD, MANY_EXPERTS], ids=str)
-@pytest.mark.parametrize("sizes", [(1, 1), (7, 3), (72, 16)], ids=str)
+@pairwise(
+    {
+        "sizes": [(1, 1), (7, 3), (72, 16)],
+        "shape": [EMPTY, ONE_TOKEN, ODD, MANY_EXPERTS],
+        "buffer_size": BUFFER_SIZES,
+        "name": AXES["name"],
+    },
+    empty={"shape": [EMPTY]},
+    others_are_slow=True,
+)
 def test_any_routing_and_sizes(sizes, shape, buffer_size, name, rng, place):
     layer = Layer(rng, shape, sizes=sizes, buffer_size=buffer_size)
     with use_backend(name) if name else contextlib.nullcontext():
@@ -104,9 +116,7 @@ def test_any_routing_and_sizes(sizes, shape, buffer_size, name, rng, place):
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("form", ["by slot", "none"])
-@pytest.mark.parametrize("keep", ["h", "x"])
-@BY_LAYOUT
+@pairwise({"transpose": LAYOUTS, "keep": ["h", "x"], "form": ["by slot", "none"]}, others_are_slow=True)
 def test_interpreted_kernels_with_gradients(interpreted, transpose, keep, form, rng):
     layer = Layer(rng, PADDED._replace(T=5, A=8), np.float16, transpose=transpose, form=form, sizes=(40, 24))
     with use_backend("triton"):

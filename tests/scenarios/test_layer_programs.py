@@ -53,14 +53,6 @@ def _seed():
     paddle.seed(5)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def collections_are_quick():
-    """Paddle collects garbage whenever it traces bytecode, and goes through all that was ever imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def traced_results(layer, x, run=None):
     with plain_errors():
         return results(layer, x, run or layer)

@@ -21,6 +21,10 @@ from .operations import FLOAT8_EXPERTS, OPERATIONS, T, loss_of, make_inputs
 H, I, E, K, A = 12, 6, 3, 2, 4  # noqa: E741
 NOTHING = pytest.mark.parametrize(("tokens", "routed"), [(0, True), (T, False)], ids=["no tokens", "no rows"])
 BY = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "hooks"])
+# Interpreted kernels take long; the other way is a slow test.
+BY_HOOKS = pytest.mark.parametrize(
+    "use_reentrant", [pytest.param(True, marks=pytest.mark.slow), False], ids=["reentrant", "hooks"]
+)
 ALL = pytest.mark.parametrize("operation", [*OPERATIONS, FLOAT8_EXPERTS], ids=str)
 
 
@@ -47,7 +51,7 @@ def test_every_operation(operation, tokens, routed, use_reentrant, place, backen
     check_operation(operation, tokens, routed, use_reentrant, place)
 
 
-@BY
+@BY_HOOKS
 @NOTHING
 @ALL
 @pytest.mark.cpu_only
@@ -139,7 +143,7 @@ def test_layers_of_experts(layer, plan, use_reentrant, place, backend):
     check_layer(layer, plan, use_reentrant)
 
 
-@BY
+@BY_HOOKS
 @BY_LAYER_AND_PLAN
 @pytest.mark.cpu_only
 def test_layers_of_experts_on_interpreted_kernels(layer, plan, use_reentrant, interpreted):

@@ -13,17 +13,23 @@ import pytest
 
 from paddle_moe_ops import patched_paddle
 from tests.onednn import BFLOAT16_IN_GRAPHS
-from tests.static.test_to_static import collections_are_quick, plain_errors
+from tests.static.test_to_static import plain_errors
 
 from . import family_programs, plan_programs
 from .models import Program, Source, arrays_of, cast, model
 from .modes import Gradients, assert_same_gradients, dygraph, recomputed, static_graph, traced
 
-__all__ = ["collections_are_quick"]  # a fixture
-
 PROGRAMS = (*plan_programs.PROGRAMS, *family_programs.PROGRAMS)
 ALL = pytest.mark.parametrize("program", PROGRAMS, ids=str)
-STATIC = pytest.mark.parametrize("program", [each for each in PROGRAMS if each.in_static_graphs], ids=str)
+IN_GRAPHS = [each for each in PROGRAMS if each.in_static_graphs]
+# Each program by syntax or by bytecode, in turn; the others are slow tests.
+TO_STATIC = [
+    pytest.param(program, index % 2 != turn, id=f"{program}-{name}", marks=marks)
+    for turn, marks in enumerate(([], [pytest.mark.slow]))
+    for index, program in enumerate(IN_GRAPHS)
+    for name in ["full_graph" if index % 2 != turn else "bytecode"]
+]
+STATIC = pytest.mark.parametrize("program", IN_GRAPHS, ids=str)
 BFLOAT16 = 2**-6  # a few roundings to 8 bits, of the largest element
 ARRAYS = arrays_of(np.random.default_rng(7))
 
@@ -69,8 +75,7 @@ def test_ids_shared_by_two_calls(program, place, backend):
     assert_same_gradients(dygraph(model(twice), ARRAYS, place), dygraph(model(dense_twice), ARRAYS, place))
 
 
-@STATIC
-@pytest.mark.parametrize("full_graph", [True, False], ids=["full_graph", "bytecode"])
+@pytest.mark.parametrize(("program", "full_graph"), TO_STATIC)
 def test_to_static(program, full_graph, place):
     with plain_errors():
         got = traced(model(program.sparse), ARRAYS, place, full_graph=full_graph)

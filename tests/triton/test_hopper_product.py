@@ -17,6 +17,7 @@ from paddle_moe_ops.triton.gemm import gpu_facts, mlp
 from paddle_moe_ops.triton.gemm.types import Gpu
 from paddle_moe_ops.triton.hopper_product import GroupedProductParams, LibraryKernel, grouped_product_of
 from paddle_moe_ops.triton.launch.kernel_cache import KernelCache
+from tests.pairwise import pairwise
 
 from .library_in_numpy import HOPPER, fields_in_header, launches_of, use_products
 from .problems import EXPERTS_AT_LIMITS
@@ -43,7 +44,10 @@ def by_case(cases: dict[str, Case], slow: dict[str, Case]) -> pytest.MarkDecorat
     return pytest.mark.parametrize("case", parameters)
 
 
-@pytest.fixture(params=[hopper_product.TILE_ROWS, hopper_product.TURNED_ROWS])
+TILE_ROWS = [hopper_product.TILE_ROWS, hopper_product.TURNED_ROWS]
+
+
+@pytest.fixture(params=TILE_ROWS)
 def tile_rows(request) -> int:
     """Of the kernel that makes plain products."""
     return request.param
@@ -61,13 +65,7 @@ def launched(device, monkeypatch) -> list[dict[str, int]]:
     return launches_of("grouped_product", GroupedProductParams, monkeypatch)
 
 
-@BY_LAYOUT
-@pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(ml_dtypes.bfloat16, id="bfloat16"), pytest.param(np.float16, id="float16", marks=pytest.mark.slow)],
-)
-@by_case(CASES, MANY_TILES)
-def test_exact_sums_have_the_bits_of_the_oracle(rng, device, launched, tile_rows, case, dtype, transpose):
+def check_exact_sums(rng, device, launched, tile_rows, case, dtype, transpose):
     problem = Problem(rng, case, dtype, transpose)
     assert_all_same(problem.run(device), problem.due())
     results = [hopper_product.GATED, hopper_product.PLAIN, hopper_product.GRADIENT, hopper_product.PLAIN]
@@ -75,6 +73,27 @@ def test_exact_sums_have_the_bits_of_the_oracle(rng, device, launched, tile_rows
     rows = {each["result"]: each["tile_rows"] for each in launched}
     others = dict.fromkeys((hopper_product.GATED, hopper_product.GRADIENT), hopper_product.TURNED_ROWS)
     assert rows == ({hopper_product.PLAIN: tile_rows, **others} if problem.plan.num_rows else {})
+
+
+@pairwise(
+    {"tile_rows": TILE_ROWS, "case": CASES, "transpose": [True, False]}, indirect=["tile_rows"], others_are_slow=True
+)
+def test_exact_sums_have_the_bits_of_the_oracle(rng, device, launched, tile_rows, case, transpose):
+    check_exact_sums(rng, device, launched, tile_rows, case, ml_dtypes.bfloat16, transpose)
+
+
+@pytest.mark.slow
+@BY_LAYOUT
+@pytest.mark.parametrize("case", [*CASES.values(), *MANY_TILES.values()], ids=[*CASES, *MANY_TILES])
+def test_exact_sums_of_float16_have_the_bits_of_the_oracle(rng, device, launched, tile_rows, case, transpose):
+    check_exact_sums(rng, device, launched, tile_rows, case, np.float16, transpose)
+
+
+@pytest.mark.slow
+@BY_LAYOUT
+@pytest.mark.parametrize("case", MANY_TILES.values(), ids=MANY_TILES)
+def test_exact_sums_of_many_tiles_have_the_bits_of_the_oracle(rng, device, launched, tile_rows, case, transpose):
+    check_exact_sums(rng, device, launched, tile_rows, case, ml_dtypes.bfloat16, transpose)
 
 
 @pytest.mark.cuda_only
@@ -92,8 +111,11 @@ WIDE_CASES = {  # numbers of float16 would overflow
 }
 
 
-@pytest.mark.parametrize("case", WIDE_CASES.values(), ids=WIDE_CASES)
-@BY_LAYOUT
+@pairwise(
+    {"tile_rows": TILE_ROWS, "case": WIDE_CASES, "transpose": [True, False]},
+    indirect=["tile_rows"],
+    others_are_slow=True,
+)
 def test_several_tiles_of_columns_have_the_bits_of_the_oracle(rng, device, launched, tile_rows, case, transpose):
     problem = Problem(rng, case, ml_dtypes.bfloat16, transpose)
     assert_all_same(problem.run(device), problem.due())
