@@ -265,7 +265,7 @@ def test_the_first_product_is_made_again_where_it_was_not_kept(rng, device):
         assert_same_bits(value, whole[name])
 
 
-@BY_LAYOUT
+@pytest.mark.parametrize("transpose", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "transposed"])
 @BY_CASE
 def test_gradients_where_the_first_product_was_kept_in_float8_are_those_of_the_oracle(rng, device, case, transpose):
     problem = Problem(rng, case, transpose)

@@ -17,12 +17,14 @@ from paddle_moe_ops.triton.gemm import mlp as launchers
 from paddle_moe_ops.triton.gemm.configs import GemmConfig
 from paddle_moe_ops.triton.gemm.mlp import moe_mlp, moe_mlp_backward
 from paddle_moe_ops.triton.gemm.types import Groups, Layer, Tokens
+from tests.pairwise import pairwise
 from tests.reference.cases import assert_same_bits
 
 pytestmark = pytest.mark.long
 
 SMALL_TILES = GemmConfig(16, 16, 16, 2, 2, 4, 1, tma=False)
-BY_LAYOUT = pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
+LAYOUTS = {"plain": False, "transposed": True}
+BY_LAYOUT = pytest.mark.parametrize("transpose", LAYOUTS.values(), ids=LAYOUTS)
 COPIES = {
     "pointers": SMALL_TILES,
     "descriptors": SMALL_TILES._replace(tma=True),
@@ -157,9 +159,7 @@ def assert_all_same(made: list[NDArray], due: list[NDArray]) -> None:
         assert_same_bits(without_sign_of_zero(got), without_sign_of_zero(expected))
 
 
-@BY_COPY
-@BY_LAYOUT
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pairwise({"case": CASES, "transpose": LAYOUTS, "config": COPIES}, others_are_slow=True)
 def test_exact_sums_have_the_bits_of_the_oracle(rng, gpu, tiles, case, transpose, config):
     tiles(config)
     problem = Problem(rng, case, ml_dtypes.bfloat16, transpose)
