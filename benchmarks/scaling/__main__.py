@@ -10,7 +10,7 @@
 
 `check` compares the model with what was measured, and fails where they are more than 10 % apart. `predict` prints a
 line for each number of ranks, size of NVLink domains and transport. `record` trains the demo's model and takes down
-where it sends its tokens. `python -m benchmarks.scaling.report` writes docs/scaling.md.
+where it sends its tokens. `python -m benchmarks.scaling.report` writes scaling.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of docs/scaling.md: TFLOP/s of each GPU by the number of GPUs."""
+"""The picture of scaling.md: TFLOP/s of each GPU by the number of GPUs."""
 
 from __future__ import annotations
 
