@@ -14,7 +14,7 @@
 // Moving: a block stages source rows in shared memory by bulk copies, as many as fit (about 110 KiB), and writes each to its rows: long
 // rows by bulk copies again, short ones by ordinary stores, if one stage holds all of them. The first stage is on its way while the
 // routing runs. Between stages all blocks wait for each other: memory that changes between reading and writing loses time, so the whole
-// GPU reads at one time and writes at another (docs/kernel_notes.md). Where that is slower, move_pieces (permute.cu) moves the rows.
+// GPU reads at one time and writes at another (docs/kernels.md). Where that is slower, move_pieces (permute.cu) moves the rows.
 //
 // Bytes moved: (T + N) * (H + S) elements; ids read once (by every block, if they are few), maps written once.
 #include "cuda/fused.cuh"

@@ -7,7 +7,7 @@
 // all others: a warp takes a piece of a token's row into registers, in accesses of up to 16 bytes, as wide as pointers and lengths allow,
 // and writes it to the token's rows; the warp that has the first piece moves the scales as well. The first blocks have the padding rows.
 // One launch, many short-lived blocks.
-// H200, T=153962, H=2048 bfloat16, 1.4 rows per token: see docs/kernel_notes.md.
+// H200, T=153962, H=2048 bfloat16, 1.4 rows per token: see docs/kernels.md.
 // Bytes moved: (T + N) * (H + S) elements.
 #include <algorithm>
 #include <climits>
