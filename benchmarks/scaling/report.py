@@ -281,17 +281,17 @@ def _checked(found: Checked, elsewhere: Checked) -> str:
     models = len({each.shape for each in found.four})
     return f"""## How it was checked
 
-`python -m benchmarks.scaling check benchmarks/results/{EXCHANGES}` predicts every line that was
-measured. {_passed(found.two)} are within {_percent(MOST_ERROR)}, and the bytes that crossed are exactly the
-model's. For the last column each model's lines were predicted by a machine that was calibrated without them.
+The model predicts every line of `benchmarks/results/{EXCHANGES}`. {_passed(found.two)} are within
+{_percent(MOST_ERROR)}, and the bytes that crossed are exactly the model's. For the last column each model's lines were
+predicted by a machine that was calibrated without them.
 
 {tables.checked(found.two)}
 Four GPUs of one machine were measured, with {models} models, after the model of cost was made. Calibrated with two GPUs
-alone, it predicts {_passed(found.four)} lines within {_percent(MOST_ERROR)}, and their bytes exactly
-(`check benchmarks/results/{MORE_RANKS} --calibrated-by benchmarks/results/{EXCHANGES}`). All exchanges took longer than
-predicted. So two numbers were added, fitted to these lines: the speeds at which ranks send to more than one other, by
-`peer` and by `alltoall_single`. With them {_passed(found.corrected)} lines are within {_percent(MOST_ERROR)}
-(`--corrected`), and all predictions of this page have them. Not within: {_failed(found.corrected)}.
+alone, it predicts {_passed(found.four)} lines of `benchmarks/results/{MORE_RANKS}` within {_percent(MOST_ERROR)}, and
+their bytes exactly. All exchanges took longer than predicted. So two numbers were added, fitted to these lines: the
+speeds at which ranks send to more than one other, by `peer` and by `alltoall_single`. With them
+{_passed(found.corrected)} lines are within {_percent(MOST_ERROR)}, and all predictions of this page have them. Not
+within: {_failed(found.corrected)}.
 
 Between four H100s, {_passed(elsewhere.four)} lines are within {_percent(MOST_ERROR)} by the machine of two H100s alone,
 and {_passed(elsewhere.corrected)} by the corrected one. Not within: {_failed(elsewhere.corrected)}.
