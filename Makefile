@@ -30,7 +30,7 @@ COVERAGE_FLAGS := $(CORE_FLAGS) -O1 -g -w --coverage
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs docs-pictures drawings test test-slow test-integrations test-isa fresh-environments lint format core sanitize asan-triton fuzz coverage bench-report wheel mutants gpu-bundle gpu-sanitize gpu-fuzz gpu-standin gpu-report layer-report parallel-report scaling-report results-series results-check check-place check-cuda check-aarch64 ci-full clean
+.PHONY: help demo docs docs-pictures drawings test test-slow test-integrations test-isa fresh-environments lint format core sanitize asan-triton fuzz coverage bench-report wheel mutants gpu-bundle gpu-sanitize gpu-fuzz gpu-standin gpu-report results-series results-check check-place check-cuda check-aarch64 ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,15 +78,23 @@ $(INTEGRATIONS)/stamp: tests/integrations/requirements.txt
 test-integrations: $(VENV)/stamp-built $(INTEGRATIONS)/stamp ## models of PaddleFormers on the operators; options in PYTEST_ARGS
 	$(INTEGRATIONS)/bin/python -m pytest tests/integrations $(PYTEST_ARGS)
 
-# In an environment of its own; the sources are read, not imported, so Paddle is not needed.
+# In an environment of its own. The package's sources are read and not built, so Paddle is not needed.
 DOCS := .venv-docs
+PAGES := build/pages
 
 $(DOCS)/stamp: tools/docs_requirements.txt
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip --disable-pip-version-check install --quiet -r $<
 	touch $@
 
-docs: $(DOCS)/stamp ## the documentation site in build/site; every warning is an error
+# Pages that git does not have, and their pictures.
+$(PAGES)/stamp: $(DOCS)/stamp tools/docs_pages.py tools/coverage_report.py $(shell find benchmarks -name '*.py' -o -name '*.json*')
+	$(DOCS)/bin/python tools/docs_pages.py
+	touch $@
+
+# What ran on GPUs is compared with the current commit, so that page is always written.
+docs: $(PAGES)/stamp ## the documentation site in build/site; every warning is an error
+	$(DOCS)/bin/python tools/docs_pages.py gpu_validation.md
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
 
 docs-pictures: docs ## the site as pictures in build/site_pictures, and a check of its pages in Chromium
@@ -170,7 +178,7 @@ build/sanitize/libpmo_core.so: $(SANITIZE_OBJECTS)
 
 # ---- coverage: of the core by the core's tests, of Python by COVERAGE_TESTS
 
-coverage: $(VENV)/stamp-built core build/coverage/libpmo_core.so ## docs/coverage.md: which lines of the core and of Python the tests run
+coverage: $(VENV)/stamp-built core build/coverage/libpmo_core.so ## benchmarks/results/coverage.json: lines of the core and of Python that tests run
 	find build/coverage -name '*.gcda' -delete
 	PMO_CORE_LIBRARY=$(CURDIR)/build/coverage/libpmo_core.so $(PY) -m pytest $(CORE_TESTS) -m "not slow and not own_program" $(WORKERS) \
 	  $(PYTEST_ARGS)
@@ -187,8 +195,8 @@ build/coverage/libpmo_core.so: $(COVERAGE_OBJECTS)
 
 # ---- benchmarks (benchmarks/README.md)
 
-bench-report: $(VENV)/stamp-deps ## docs/performance*.md and their pictures from benchmarks/results
-	$(PY) -m benchmarks.kernels.report --results benchmarks/results --docs docs
+bench-report: $(VENV)/stamp-deps ## docs/performance.md and docs/speed.svg from benchmarks/results; add the newest results to the series
+	$(PY) -m benchmarks.kernels.report --docs docs
 	$(PY) -m benchmarks.series
 
 results-series: $(VENV)/stamp-deps ## add the newest results to benchmarks/results/series, and check them; options in SERIES_ARGS
@@ -223,18 +231,7 @@ gpu-standin: $(VENV)/stamp-built ## the tests of operators, graphs and scenarios
 	LD_LIBRARY_PATH="$(CURDIR)/build/gpu/standin:$$($(CURDIR)/$(PY) -c 'import paddle; print(paddle.__path__[0])')/libs" \
 	$(CURDIR)/$(PY) -m pytest tests/ops tests/static tests/scenarios --device=cuda_rig:0 $(WORKERS) $(PYTEST_ARGS)
 
-layer-report: $(VENV)/stamp-deps ## docs/layer_performance.md, its picture, and its part of docs/performance.md
-	$(PY) -m benchmarks.layer.report
-	$(MAKE) bench-report
-
-parallel-report: $(VENV)/stamp-deps ## docs/expert_parallel_performance.md from benchmarks/results
-	$(PY) -m benchmarks.expert_parallel.report
-	$(PY) -m benchmarks.series
-
-scaling-report: $(VENV)/stamp-deps ## docs/scaling.md and its picture, predictions from benchmarks/results
-	$(PY) -m benchmarks.scaling.report
-
-gpu-report: $(VENV)/stamp-deps ## docs/gpu_validation.md from benchmarks/results/gpu_tests
+gpu-report: $(VENV)/stamp-deps ## $(PAGES)/gpu_validation.md from benchmarks/results/gpu_tests; fails if a point is open
 	$(PY) tools/gpu_rig/report.py
 
 check-place: $(VENV)/stamp-deps ## compile the bindings for a CUDA build of Paddle, and the kernels for every generation

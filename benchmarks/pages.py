@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks whose tables are parts of pages have in common."""
+"""Shared code of benchmarks whose results become pages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["END", "facts", "load", "parsed", "with_part"]
+__all__ = ["BUILT", "END", "facts", "load", "parsed", "with_part"]
 
+BUILT = Path(__file__).resolve().parents[1] / "build" / "pages"  # generated pages of the site, which git does not have
 END = "<!-- end -->"
 
 

@@ -1,6 +1,10 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of the documentation site (mkdocs.yml): files beside docs/ become pages, and links fit the site."""
+"""Hooks of the documentation site (mkdocs.yml): files of the root and of build/pages become pages, and links fit.
+
+GitHub shows docs/ without the generated pages. Texts there name such a page by its title in the navigation, emphasised:
+``*Coverage*``. On the site that is a link.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
+BUILT = ROOT / "build" / "pages"  # by tools/docs_pages.py
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 # Pages of the repository on GitHub, relative to its files there: the site has no such pages.
 _BADGES = re.compile(r"^\[?!\[[^\]]*\]\((?:\.\./\.\./|https://img\.shields\.io/)[^\n]*\n", re.MULTILINE)
@@ -21,10 +27,15 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages whose sources are in the root."""
+    """Add the pages whose sources are in the root, and the generated ones with their pictures."""
+    if not BUILT.is_dir():
+        raise PluginError("build/pages must exist, but does not: run `make docs`")
+    for path in sorted(BUILT.glob("*.*")):
+        files.append(File.generated(config, path.name, abs_src_path=str(path)))
     for source, page in PAGES.items():
         text = _REPOSITORY.sub(r"\1", _BADGES.sub("", (ROOT / source).read_text(encoding="utf-8")))
-        files.append(File.generated(config, page, content=with_links(text, ROOT)))
+        text = with_titles(with_links(text, ROOT), generated(config.nav))
+        files.append(File.generated(config, page, content=text))
     return files
 
 
@@ -32,12 +43,33 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     """Mend the links of pages in docs/."""
     if page.file.generated_by is not None:
         return markdown
-    return with_links(markdown, Path(page.file.abs_src_path).parent)
+    folder = Path(page.file.abs_src_path).parent
+    above = "../" * (len(folder.relative_to(ROOT / "docs").parts))
+    titles = {title: above + name for title, name in generated(config.nav).items()}
+    return with_titles(with_links(markdown, folder), titles)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
     """Keep short cells of tables on one line. Docstrings announce code as reStructuredText does, with two colons."""
     return _SHORT.sub(r'<\1 class="short">\2</\1>', html).replace("::</p>", ":</p>")
+
+
+def generated(nav: Any) -> dict[str, str]:
+    """Return the generated pages of a navigation by their titles."""
+    found: dict[str, str] = {}
+    for title, target in (pair for entry in nav for pair in entry.items()):
+        if isinstance(target, list):
+            found |= generated(target)
+        elif (BUILT / target).is_file():
+            found[title] = target
+    return found
+
+
+def with_titles(markdown: str, titles: dict[str, str]) -> str:
+    """Return the text with links in place of emphasised titles."""
+    for title, target in titles.items():
+        markdown = markdown.replace(f"*{title}*", f"[{title}]({target})")
+    return markdown
 
 
 def with_links(markdown: str, folder: Path) -> str:

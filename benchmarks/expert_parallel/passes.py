@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["PASSES", "pass_times", "slowest_steps"]
+__all__ = ["PASSES", "STAGES", "pass_times", "slowest_steps"]
 
+STAGES = "routing", "dispatch", "products", "combine"
 PASSES = "forward", "backward"
 
 

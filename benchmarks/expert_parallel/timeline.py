@@ -17,9 +17,8 @@ from paddle_moe_ops.expert_parallel import ExpertParallel, peer, rendezvous, sym
 
 from .measure import Rank
 
-__all__ = ["STAGES", "timelines"]
+__all__ = ["timelines"]
 
-STAGES = "routing", "dispatch", "products", "combine"
 _ROUTE = "route"  # the step in which all waits until the tokens that arrive are routed
 _WAIT = "wait"  # for other ranks
 # What an operator of the transport "peer" does in its stage.

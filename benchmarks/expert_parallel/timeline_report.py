@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
-from .passes import pass_times, slowest_steps
-from .timeline import STAGES
+from .passes import STAGES, pass_times, slowest_steps
 
 __all__ = ["PICTURE", "Recorded", "picture", "section"]
 

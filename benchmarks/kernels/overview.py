@@ -47,13 +47,19 @@ CPU_CALLS = {
 }
 PLAIN = "paddle ops"
 PAGES = {
-    "[Layers of experts](layer_performance.md)": "all shapes, beside PyTorch, SonicMoE, Unsloth, LigerCute and cuBLAS",
-    "[Several GPUs](expert_parallel_performance.md)": "dispatch, combine and whole layers, beside NCCL and a copy",
-    "[Many GPUs, predicted](scaling.md)": "which transport to choose for 8 to 2048 GPUs, from a model",
-    "[Operators on GPUs](performance_gpu.md)": "each operator and its peers, ceilings, targets, hardware counters",
-    "[Operators on CPUs](performance_cpu.md)": "each operator and its peers",
-    "[How the kernels were made](kernel_notes.md)": "what decided their design, and what was tried and not kept",
+    "*Layers of experts*": "all shapes, beside PyTorch, SonicMoE, Unsloth, LigerCute and cuBLAS",
+    "*Several GPUs*": "dispatch, combine and whole layers, beside NCCL and a copy",
+    "*Many GPUs, predicted*": "which transport to choose for 8 to 2048 GPUs, from a model",
+    "*Operators on GPUs*": "each operator and its peers, ceilings, targets, hardware counters",
+    "*Operators on CPUs*": "each operator and its peers",
+    "[Kernels](kernels.md)": "operations, mapping to CTAs, bounds, and what was tried and dropped",
 }
+MEASUREMENTS = """
+## All measurements
+
+`make docs` builds the site in `build/site`. These pages are part of it:
+
+"""
 OWN = """
 On your own machine, `python -m paddle_moe_ops bench` times the functions beside Paddle's and checks every result first.
 """
@@ -87,7 +93,7 @@ def page(
     parts.append(summary.section(calls))
     if cpu_cells:
         parts.append(CPU + markdown(("CPU", "model", "tokens", "call", "ms", "Paddle ms", "faster"), cpu_cells))
-    return "".join([*parts, "\n## All measurements\n\n", markdown(("page", "what it has"), PAGES.items()), OWN])
+    return "".join([*parts, MEASUREMENTS, markdown(("page", "contents"), PAGES.items()), OWN])
 
 
 def _both(values: Iterable[float], digits: int) -> str:

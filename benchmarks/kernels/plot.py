@@ -17,7 +17,7 @@ from .results import Row, Run, processor
 from .summary import MODELS
 from .targets import OURS, PUBLIC
 
-__all__ = ["draw"]
+__all__ = ["draw", "is_drawn"]
 
 PANELS = {operation.key: variant_of(operation).picture for operation in OPERATIONS if variant_of(operation).picture}
 LARGE = 4096  # tokens from which the bandwidth counts, below it the time
@@ -43,26 +43,29 @@ LABELS = {
 }
 
 
-def draw(path: Path, run: Run) -> bool:
-    """Write a PNG of `picture`; False if the run has nothing to show."""
-    figure = picture(run)
-    if figure is None:
-        return False
-    figure.savefig(path)
-    return True
+def is_drawn(run: Run) -> bool:
+    """Return True if the run has rows for a picture."""
+    return bool(_rows(run))
 
 
-def picture(run: Run) -> Figure | None:
-    """The figure of a run, or None if it has nothing to show.
+def draw(path: Path, run: Run) -> None:
+    """Write `picture` as a PNG."""
+    picture(run).savefig(path)
+
+
+def _rows(run: Run) -> list[Row]:
+    return [row for row in run.rows if row.plain and row.us is not None and row.key in PANELS]
+
+
+def picture(run: Run) -> Figure:
+    """The figure of a run.
 
     The upper panels show large numbers of tokens as a fraction of the copy speed, the lower ones small numbers in
     microseconds; an implementation has the same colour everywhere.
     """
-    rows = [row for row in run.rows if row.plain and row.us is not None and row.key in PANELS]
+    rows = _rows(run)
     keys = [key for key in PANELS if any(row.key == key for row in rows)]
     halves = [half for half in (True, False) if any((row.tokens >= LARGE) == half for row in rows)]
-    if not rows:
-        return None
     colors = _colors(rows)
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, hspace=0.06)
     figure = Figure(figsize=(5.6 * len(keys) + 0.4, 3.7 * len(halves) + 0.9), dpi=130, layout=layout, facecolor="white")

@@ -200,7 +200,7 @@ def _gbps(us_per_byte: float) -> float:
 
 def _peer(machine: Machine, found: dict[str, list[Exchange]]) -> Peer:
     copies = found["p2p_copy"]
-    copy_us, per_byte = fitted([[1, each.line.size] for each in copies], _us(copies))
+    copy_us, per_byte = fitted([[1, each.line.bytes] for each in copies], _us(copies))
     features, known, us = [], [], []
     for what in PEER_WHATS:
         for each in found[what]:

@@ -53,7 +53,7 @@ def predicted_us(machine: Machine, each: Exchange) -> float:
     """What the model says about a line."""
     line = each.line
     if line.what == "p2p_copy":
-        return machine.peer.copy_us + microseconds(line.size, machine.peer.copy_gbps)
+        return machine.peer.copy_us + microseconds(line.bytes, machine.peer.copy_gbps)
     if line.what in COLLECTIVE_WHATS:
         return collective_us(machine, each)
     if line.what in PEER_WHATS:
@@ -66,7 +66,7 @@ def _bytes_match(each: Exchange) -> bool:
     """Whether one of the ranks sends as many bytes of rows; the line is the slowest one's, which is not named."""
     step = (each.by_hand if each.line.what == "rows_alltoall" else each.steps)[0]
     times = {"layer_forward": 2, "layer_backward": 2, "layer": 4}.get(each.line.what, 1)
-    return each.line.size in set(times * step._replace(line_bytes=step.row_bytes).bytes_sent())
+    return each.line.bytes in set(times * step._replace(line_bytes=step.row_bytes).bytes_sent())
 
 
 def compare(machine: Machine, each: Exchange, held_out: Machine | None) -> Comparison:

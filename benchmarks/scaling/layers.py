@@ -41,11 +41,6 @@ class Pass(NamedTuple):
     def us(self) -> float:
         return self.dispatch_us + self.products_us + self.combine_us
 
-    @property
-    def tflops(self) -> float:
-        """Of each GPU."""
-        return self.flops / self.us / 1e6
-
 
 class Prediction(NamedTuple):
     """A layer on one group of ranks.
@@ -93,12 +88,7 @@ def predict(
         transport: as in `Exchanges`; so is ``capacity``.
         combine: as in `steps`; so is ``payload``.
         capacity: tokens that a rank may send to each.
-
-    Raises:
-        ValueError: what does not go together.
     """
-    if transport == "peer" and payload != "bf16":
-        raise ValueError(f"predict: payload must be 'bf16' with transport 'peer', but got {payload!r}")
     ranks = traffic.layout.ranks
     exchanges = Exchanges(machine, traffic, shape.hidden, combine=combine, transport=transport, capacity=capacity)
     all_steps = steps(traffic, shape.hidden, combine=combine, payload=payload, dedup=transport != "rows")

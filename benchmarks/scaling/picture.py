@@ -1,12 +1,9 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of docs/scaling.md: TFLOP/s of each GPU by the number of GPUs."""
+"""The picture of scaling.md: TFLOP/s of each GPU by the number of GPUs."""
 
 from __future__ import annotations
 
-import html
-import json
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,7 +13,7 @@ from .check import Comparison
 from .traffic import Layout
 from .ways import BY_DOMAIN, GPUS, MODELS, PLACES, Predictor, Way
 
-__all__ = ["draw", "points", "points_of"]
+__all__ = ["draw", "points"]
 
 _FEW_GPUS = (2, 4)  # of one machine
 _MEASURED = "measured between two GPUs"
@@ -71,7 +68,7 @@ def _tflops(
 
 
 def draw(found: Points, path: Path) -> None:
-    """A panel for each model. The points are in the file as well, as its description."""
+    """Draw a panel for each model."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -102,13 +99,4 @@ def draw(found: Points, path: Path) -> None:
     for text in legend.get_texts():
         text.set_color(INK)
     with rc_context({"svg.hashsalt": "scaling", "svg.fonttype": "path"}):
-        figure.savefig(path, metadata={"Date": None, "Description": json.dumps(found)} if path.suffix == ".svg" else {})
-
-
-def points_of(path: Path) -> Points:
-    """What a picture was drawn from."""
-    found = re.search(r"<dc:description>(.*?)</dc:description>", path.read_text(encoding="utf-8"), re.DOTALL)
-    if found is None:
-        raise ValueError(f"{path}: the picture must have a description, but has none")
-    described: Points = json.loads(html.unescape(found.group(1)))
-    return described
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {})

@@ -1,13 +1,16 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Records where the demo's language model sends its tokens after training; needs Paddle.
+"""Records the experts of tokens in the demo's language model after training; needs Paddle.
 
-python -m benchmarks.scaling record --out benchmarks/results/scaling/demo-traces.jsonl
+python -m benchmarks.scaling.record --out benchmarks/results/scaling/demo-traces.jsonl --commit COMMIT
 """
 
 from __future__ import annotations
 
+import argparse
+import datetime
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +20,12 @@ from examples.demo.data import even_windows, load_standard_library
 from examples.demo.model import Decoder, ModelConfig
 from examples.demo.training import train, use_threads
 
-from .traces import Trace
+from .traces import Trace, write
 
-__all__ = ["record"]
+__all__ = ["main", "record"]
 
 _CONTEXT = 128
+_RECORDED = ((8, 2), (64, 6), (64, 8), (128, 8), (256, 8))  # E and K of the models that are predicted
 
 
 def record(
@@ -69,3 +73,21 @@ def _keeping(into: list[np.ndarray]) -> Callable[[Any, Any, Any], None]:
         into.append(output.ids.numpy())
 
     return keep
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=300, help="of training")
+    parser.add_argument("--commit", default="unknown")
+    arguments = parser.parse_args(argv)
+    settings = {"hidden": 128, "layers": 4, "steps": arguments.steps, "windows": 32}
+    traces = [trace for experts, topk in _RECORDED for trace in record(experts, topk, **settings)]
+    date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    write(arguments.out, {**settings, "commit": arguments.commit, "date": date}, traces)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/scaling.md, as Markdown."""
+"""The tables of scaling.md, as Markdown."""
 
 from __future__ import annotations
 

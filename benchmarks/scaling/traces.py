@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["KINDS", "Trace", "drawn", "load", "uniform_ids", "write"]
+__all__ = ["Trace", "drawn", "load", "uniform_ids", "write"]
 
-KINDS = ("uniform", "zipf", "hot", "limited")
 _SEED = 20261124
-_GROUPS, _CHOSEN_GROUPS = 8, 4  # of DeepSeek-V3
 
 
 class Trace(NamedTuple):
@@ -52,54 +50,31 @@ class Trace(NamedTuple):
 
 
 def uniform_ids(seed: int, tokens: int, experts: int, topk: int) -> np.ndarray:
-    """Experts that are all alike, int32 [T, K]: with the rank as the seed those of `benchmarks.expert_parallel`."""
+    """Return experts drawn evenly, int32 [T, K]: with the rank as the seed those of `benchmarks.expert_parallel`."""
     scores = np.random.default_rng(seed).random((tokens, experts), np.float32)
-    return np.argpartition(scores, topk, 1)[:, :topk].astype(np.int32) if topk < experts else _all(tokens, experts)
-
-
-def _all(tokens: int, experts: int) -> np.ndarray:
-    return np.tile(np.arange(experts, dtype=np.int32), (tokens, 1))
+    return np.argpartition(scores, topk, 1)[:, :topk].astype(np.int32)
 
 
 def drawn(kind: str, experts: int, topk: int, sources: int, tokens: int) -> Trace:
     """Draw the experts of each token, without repeats.
 
     Args:
-        kind: "uniform": all alike; "zipf": with weights 1, 1/2, 1/3, ..., whose order is random, so that the experts
-            that are wanted most lie on different ranks; "hot": expert 0 is one of every token's, the others are alike;
-            "limited": alike, but out of 4 of 8 groups of experts for each token, as DeepSeek-V3 has it.
-        experts: E.
+        kind: "uniform": evenly; "zipf": with weights 1, 1/2, 1/3, ... in random order, so that the experts with most
+            tokens lie on different ranks.
+        experts: E, more than K.
         topk: K.
         sources: ranks that have tokens.
         tokens: of each.
-
-    Raises:
-        ValueError: there is no such kind.
     """
-    if kind not in KINDS:
-        raise ValueError(f"drawn: kind must be one of {KINDS}, but got {kind!r}")
-    if kind == "limited" and (experts % _GROUPS or experts // _GROUPS * _CHOSEN_GROUPS < topk):
-        raise ValueError(
-            f"drawn: {_CHOSEN_GROUPS} of {_GROUPS} groups must have {topk} experts, but got {experts} in all"
-        )
     if kind == "uniform":
         ids = np.stack([uniform_ids(source, tokens, experts, topk) for source in range(sources)])
         return Trace(kind, experts, ids)
     rng = np.random.default_rng(_SEED)
-    weights = np.ones(experts)
-    if kind == "zipf":
-        weights = 1 / (1 + rng.permutation(experts))
+    weights = 1 / (1 + rng.permutation(experts))
     made = []
     for _ in range(sources):
         # The first K of a race whose waiting times are exponential: a draw without repeats, by weight.
         times = rng.standard_exponential((tokens, experts), np.float32) / weights.astype(np.float32)
-        if kind == "hot":
-            times[:, 0] = 0
-        elif kind == "limited":
-            groups = np.argsort(rng.random((tokens, _GROUPS)), 1)[:, :_CHOSEN_GROUPS]
-            is_in = np.zeros((tokens, _GROUPS), bool)
-            np.put_along_axis(is_in, groups, True, 1)
-            times[~np.repeat(is_in, experts // _GROUPS, 1)] = np.inf
         made.append(np.argpartition(times, topk - 1, 1)[:, :topk].astype(np.int32))
     return Trace(kind, experts, np.stack(made))
 

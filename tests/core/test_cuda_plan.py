@@ -317,7 +317,7 @@ def test_what_does_not_fit_32_bits_is_left_to_another_way(plan_of: Any, sizes: S
         assert plan_of(H100, smaller).fits
 
 
-# On an H100 the plans that were measured (docs/kernel_notes.md), as they were then.
+# On an H100 the plans that were measured (docs/kernels.md), as they were then.
 MEASURED = {
     Sizes(16384, 8, 131072, 64, 16384): Plan(1, BULK, 264, 1, 0, 1, 512, 1, 16384, 6, 11, 98304, 104460),
     Sizes(4096, 8, 32768, 256, 14336): Plan(1, BULK, 264, 1, 0, 1, 136, 1, 14336, 6, 3, 86016, 102956),

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""docs/coverage.md shows what was measured, and every line that was not run."""
+"""The page coverage.md shows measured files and every line that did not run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,6 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def tool():
     return runpy.run_path(str(ROOT / "tools" / "coverage_report.py"))
-
-
-def test_the_page_is_made_of_the_committed_results(tool):
-    text = tool["page"](tool["read_results"]())
-    assert text == (ROOT / "docs" / "coverage.md").read_text(encoding="utf-8"), (
-        "run `python tools/coverage_report.py --page`"
-    )
-    assert "## The C++ core" in text
 
 
 def test_reasons_are_given_for_what_exists(tool):

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.kernels import report
+from benchmarks.kernels.results import load_run, run_paths
 from paddle_moe_ops import _build_check
 from paddle_moe_ops.__main__ import _parser
 from tests.packaging.subprocesses import run_command
@@ -122,7 +124,8 @@ def test_figures_of_speed_are_those_of_the_measurements():
     assert layers == re.findall(r"On one H200 the kernels are (\S+) times as fast forward and (\S+) times\n", README)
     summary = page.partition("### NVIDIA H200\n")[2].partition("\nSmall calls")[0]
     of_copy = [float(cell) for cell in re.findall(r"\| (\d\.\d\d) \|", summary)]
-    details = (ROOT / "docs" / "performance_gpu.md").read_text(encoding="utf-8")
+    results = ROOT / "benchmarks" / "results"
+    details = report.pages(results, report.newest_runs(map(load_run, run_paths(results))), {})[report.GPU_PAGE]
     measured = details.partition("## NVIDIA H200, set `targets`")[2].partition("\n## ")[0]
 
     def row(operation: str, case: str) -> list[str]:

@@ -1,17 +1,33 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation site: what `make docs` can't see. It builds the site itself, with every warning an error."""
+"""Properties of the documentation site that `make docs`, where each warning is an error, does not check."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-GENERATED = {"index.md", "contributing.md", "changelog.md"}  # of files in the root, by tools/docs_site.py
+OF_ROOT = {"index.md", "contributing.md", "changelog.md"}  # of files in the root, by tools/docs_site.py
+# Generated pages, each with a heading and a result that it must have.
+GENERATED = {
+    "performance_gpu.md": ("# Operators on GPUs\n", "### moe_permute:bf16\n"),
+    "performance_cpu.md": ("# Operators on CPUs\n", "### permute:bf16\n"),
+    "layer_performance.md": ("# Layers of experts\n", "\n## Beside SonicMoE: NVIDIA H200\n"),
+    "expert_parallel_performance.md": (
+        "# Experts on several GPUs: measured\n",
+        "\n## Where the time of a layer goes\n",
+    ),
+    "scaling.md": ("# Experts on many GPUs: ", "\n### DeepSeek-V3\n"),
+    "coverage.md": ("# Coverage\n", "## The C++ core\n"),
+    "gpu_validation.md": ("# What ran on a GPU\n", "| operators under Paddle 3.3.1 on the device `cuda_rig`"),
+}
 
 
 def test_every_public_module_is_in_the_reference():
@@ -26,7 +42,7 @@ def test_every_public_module_is_in_the_reference():
 
 def test_every_page_is_in_the_navigation():
     named = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE))
-    assert named == GENERATED | {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert named == OF_ROOT | set(GENERATED) | {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
 
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s#]+)(?:#[^)]*)?\)")
@@ -36,3 +52,36 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s#]+)(?:#[^)]*)?\)")
 def test_links_lead_to_files(page):
     for target in LINK.findall(page.read_text("utf-8")):
         assert "://" in target or (page.parent / target).exists(), target
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory):
+    """Folder of the generated pages, written as by `make docs`: in a process without Paddle."""
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "sitecustomize.py").write_text("import sys\n\nsys.modules['paddle'] = None\n", "utf-8")
+    command = [sys.executable, ROOT / "tools/docs_pages.py", "--out", folder / "out"]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / "out"
+
+
+def test_every_generated_page_has_its_results_and_links_lead_to_files(generated):
+    assert {path.name for path in generated.glob("*.md")} == set(GENERATED)
+    for name, texts in GENERATED.items():
+        page = (generated / name).read_text("utf-8")
+        for text in texts:
+            assert text in page, name
+        for target in LINK.findall(page):
+            beside = (generated / target).exists() or (DOCS / target).exists()
+            assert "://" in target or beside, (name, target)
+
+
+def test_generated_pages_are_named_by_their_titles_and_linked_nowhere_in_git():
+    """GitHub has no such pages; tools/docs_site.py makes links of emphasised titles."""
+    nav = (ROOT / "mkdocs.yml").read_text("utf-8")
+    texts = {path: path.read_text("utf-8") for path in (ROOT / "README.md", *DOCS.rglob("*.md"))}
+    for name in GENERATED:
+        (title,) = re.findall(rf"^ +- (.+): {name}$", nav, re.MULTILINE)
+        assert any(f"*{title}*" in text for text in texts.values()), title
+        assert not any(f"{name})" in text or f"{name}#" in text for text in texts.values()), name

@@ -15,7 +15,7 @@
 // Permutation (fused_move.cuh): a CTA stages source rows in shared memory by cp.async.bulk, as many as fit (about 110 KiB), and
 // writes each to its rows: long rows by cp.async.bulk, short ones by ordinary stores if one stage holds all of them. The first
 // stage loads while the routing runs. Between stages all CTAs synchronise, so that the whole GPU reads at one time and writes at
-// another: memory loses time when it switches between reads and writes (docs/kernel_notes.md). If that is slower, move_pieces
+// another: memory loses time when it switches between reads and writes (docs/kernels.md). If that is slower, move_pieces
 // (permute.cu) moves the rows.
 //
 // Memory-bound: (T + N) (H + S) elements; ids read once (by every CTA, if they are few), maps written once.
