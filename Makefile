@@ -231,7 +231,7 @@ gpu-standin: $(VENV)/stamp-built ## the tests of operators, graphs and scenarios
 	LD_LIBRARY_PATH="$(CURDIR)/build/gpu/standin:$$($(CURDIR)/$(PY) -c 'import paddle; print(paddle.__path__[0])')/libs" \
 	$(CURDIR)/$(PY) -m pytest tests/ops tests/static tests/scenarios --device=cuda_rig:0 $(WORKERS) $(PYTEST_ARGS)
 
-gpu-report: $(VENV)/stamp-deps ## $(PAGES)/gpu_validation.md from benchmarks/results/gpu_tests; fails if a point is open
+gpu-report: $(VENV)/stamp-deps ## build/pages/gpu_validation.md from benchmarks/results/gpu_tests; fails if a point is open
 	$(PY) tools/gpu_rig/report.py
 
 check-place: $(VENV)/stamp-deps ## compile the bindings for a CUDA build of Paddle, and the kernels for every generation

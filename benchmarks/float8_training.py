@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains the demo's language model with experts on float8 operands and without, and writes the table of a page.
 
-    python -m benchmarks.float8_training --out benchmarks/results/float8-training.jsonl --page docs/float8.md
+    python -m benchmarks.float8_training --out benchmarks/results/float8-training.jsonl --page docs/float8_layers.md
 
 Each seed draws weights and the order of the text once for both. The loss that counts is on text that was held out. With
 ``--no-run`` the page is written anew from a result that is there.

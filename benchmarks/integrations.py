@@ -3,7 +3,7 @@
 """Measures models of PaddleFormers on a CPU, as they are and on these operators, and writes the tables of a page.
 
     for part in blocks losses example; do
-      .venv-integrations/bin/python -m benchmarks.integrations $part --page docs/integrations.md
+      .venv-integrations/bin/python -m benchmarks.integrations $part --page docs/integrations_measured.md
     done
 
 Each part has a result of its own in benchmarks/results/integrations. A line of ``blocks`` is one block, forward and

@@ -118,7 +118,7 @@ def moe_mlp(
         gate_up_bias: [E, 2 * n], dtype of ``x``, added to the first product: the gate's first, as in ``gate_up``. Or a
             list of E vectors.
         down_bias: [E, d], dtype of ``x``, added to the second product before it is weighted. Or a list of E vectors.
-        compute: "fp8_1x128" to multiply float8 operands, see docs/float8.md: tokens, gradients and the rows between the
+        compute: "fp8_1x128" to multiply float8 operands (docs/float8_layers.md): tokens, gradients and rows between the
             products are quantised with a scale for each 128 columns, matrices in each pass with one for each 128 x 128
             elements. Gradients of matrices are made of operands in the dtype of ``x``. SwiGLU without biases. GPUs of
             compute capability 9.0 have kernels for bfloat16, d a multiple of 16 and n one of 128; elsewhere quantised

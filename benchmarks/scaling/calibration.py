@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Takes the numbers of a machine from what was measured, by least squares; none is written by hand."""
+"""Fits the numbers of a machine to results by least squares; none is written by hand."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _OURS = "core"
 
 
 def local_of(rows: Sequence[Row]) -> Local:
-    """From measurements of the operators: those that move rows, and routing."""
+    """Fit row movement and routing to measurements of the operators."""
     ours = [row for row in rows if row.impl == _OURS and row.plain and row.us and row.min_bytes]
     moving = [row for row in ours if row.key in _MOVING]
     launch_us, us_per_byte = fitted([[1, float(row.min_bytes or 0)] for row in moving], [row.us or 0 for row in moving])
@@ -54,7 +54,7 @@ def local_of(rows: Sequence[Row]) -> Local:
 
 
 def products_of(lines: Sequence[dict[str, Any]], backward: bool) -> Products:
-    """From measurements of whole layers on one GPU."""
+    """Fit one pass to measurements of whole layers on one GPU."""
     which = "backward" if backward else "forward"
     kept = [line for line in lines if all(line.get(key) == value for key, value in _LAYER.items())]
     work, us = [], []
@@ -71,10 +71,10 @@ class Exchange:
 
     Attributes:
         line: the measurement.
-        shape: of the layer.
-        traffic: of its routing, which is drawn as the benchmark draws it.
-        steps: of a layer with combine="reduced".
-        by_hand: of one that sends a row for each slot.
+        shape: sizes of the layer.
+        traffic: counts of its routing, drawn as the benchmark draws it.
+        steps: exchanges of a layer with combine="reduced".
+        by_hand: exchanges of a layer that sends a row for each slot.
     """
 
     def __init__(self, line: Measured, traffic: Traffic) -> None:
@@ -84,7 +84,7 @@ class Exchange:
         self.by_hand = steps(traffic, line.hidden, combine="reduced", dedup=False)
 
     def on(self, machine: Machine, transport: str = "peer") -> Exchanges:
-        """The exchanges, with room for all tokens, as the benchmark has it."""
+        """Return the exchanges with room for all tokens, as in the benchmark."""
         given: dict[str, Any] = {"combine": "reduced", "capacity": self.line.tokens}
         return Exchanges(machine, self.traffic, self.line.hidden, transport=transport, **given)
 
@@ -104,7 +104,7 @@ def exchanges_of(lines: Sequence[Measured]) -> list[Exchange]:
 
 
 def calibrated(results: Path, exchanges: Path, *, without: str | None = None) -> Machine:
-    """The machine that a file of `benchmarks.expert_parallel` was measured on.
+    """Return the machine of a result file of `benchmarks.expert_parallel`.
 
     Args:
         results: the folder with what was measured on one such GPU.
@@ -134,10 +134,10 @@ def calibrated(results: Path, exchanges: Path, *, without: str | None = None) ->
 
 
 def corrected(machine: Machine, exchanges: Path) -> Machine:
-    """The machine with the speeds at which ranks send to several others.
+    """Return the machine with the speeds at which ranks send to several others.
 
     Args:
-        machine: what two ranks calibrate.
+        machine: calibrated with two ranks.
         exchanges: a file of more ranks.
 
     Raises:
@@ -160,7 +160,7 @@ def corrected(machine: Machine, exchanges: Path) -> Machine:
 
 
 def _step_of(each: Exchange) -> Step:
-    """What a measured exchange sends."""
+    """Return the step of a measured exchange."""
     if each.line.what == "rows_alltoall":
         return each.by_hand[0]
     step = each.steps[each.line.what == "combine"]
@@ -169,20 +169,20 @@ def _step_of(each: Exchange) -> Step:
 
 
 def peer_us(machine: Machine, each: Exchange) -> float:
-    """What the model says about a dispatch or a combine by memory of peers."""
+    """Predict a dispatch or a combine through memory of peers, in microseconds."""
     step, peer = _step_of(each), each.on(machine)
     return peer.us(step) - (peer.keep_us(step) if each.line.what == "dispatch_without_copy" else 0)
 
 
 def collective_us(machine: Machine, each: Exchange) -> float:
-    """What the model says about an all-to-all, alone or by hand."""
+    """Predict an all-to-all, alone or by hand, in microseconds."""
     if each.line.what == "rows_alltoall":
         return each.on(machine, "rows").rows_us(_step_of(each))
     return each.on(machine, "alltoall").all_to_all_us(_step_of(each))
 
 
 def with_exchanges(machine: Machine, found: Sequence[Exchange]) -> Machine:
-    """The machine with the numbers that follow from exchanges between GPUs."""
+    """Return the machine with numbers fitted to exchanges between GPUs."""
     by_what: dict[str, list[Exchange]] = {}
     for each in found:
         by_what.setdefault(each.line.what, []).append(each)
@@ -233,7 +233,7 @@ def _nccl(machine: Machine, found: dict[str, list[Exchange]]) -> Nccl:
 
 
 def _layer(machine: Machine, found: dict[str, list[Exchange]], which: str) -> Products:
-    """How much slower products are in a layer between GPUs, and what else it does."""
+    """Fit slowdown and fixed time of a pass between GPUs."""
     backward = which == "backward"
     products = machine.products(backward)
     features, known, us = [], [], []

@@ -21,12 +21,12 @@ class Comparison(NamedTuple):
     """One line.
 
     Attributes:
-        shape: of the layer.
+        shape: name of the layer.
         what: was measured.
         measured_us: in microseconds.
         predicted_us: by a machine that all lines calibrate.
         held_out_us: by one that this shape's lines did not calibrate; None where no other shape did.
-        bytes_match: whether the bytes that cross are exactly those of a rank in the model.
+        bytes_match: True if the bytes that cross are exactly those of a rank in the model.
     """
 
     shape: str
@@ -50,7 +50,7 @@ class Comparison(NamedTuple):
 
 
 def predicted_us(machine: Machine, each: Exchange) -> float:
-    """What the model says about a line."""
+    """Predict a line, in microseconds."""
     line = each.line
     if line.what == "p2p_copy":
         return machine.peer.copy_us + microseconds(line.bytes, machine.peer.copy_gbps)
@@ -63,7 +63,7 @@ def predicted_us(machine: Machine, each: Exchange) -> float:
 
 
 def _bytes_match(each: Exchange) -> bool:
-    """Whether one of the ranks sends as many bytes of rows; the line is the slowest one's, which is not named."""
+    """Return True if a rank sends as many bytes of rows. The line is the slowest rank's, which it does not name."""
     step = (each.by_hand if each.line.what == "rows_alltoall" else each.steps)[0]
     times = {"layer_forward": 2, "layer_backward": 2, "layer": 4}.get(each.line.what, 1)
     return each.line.bytes in set(times * step._replace(line_bytes=step.row_bytes).bytes_sent())

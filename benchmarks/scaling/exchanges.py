@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The time of one exchange by each transport, microseconds of the slowest rank. Ranks begin and end together."""
+"""Time of an exchange by each transport, microseconds of the slowest rank. Ranks begin and end together."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Exchanges:
     """The exchanges of a layer with certain traffic.
 
     Args:
-        machine: what it runs on.
-        traffic: what goes where.
+        machine: numbers of GPUs and links.
+        traffic: counts between ranks.
         hidden: d.
         combine: "exact" or "reduced".
         transport: "peer": ranks write to each other's memory, in one domain; "alltoall": `alltoall_single` of NCCL
@@ -71,7 +71,7 @@ class Exchanges:
     # ---- ranks that write to each other's memory
 
     def push_us(self, step: Step) -> float:
-        """The kernel that writes rows to other ranks, or the memory, whichever takes longer."""
+        """Time of the kernel that writes rows to other ranks: link or memory, whichever takes longer."""
         read = self.traffic.tokens_per_rank if step.from_owner else step.lines.sum(1).max()
         moved = (read + np.diag(step.lines).max()) * step.row_bytes + step.bytes_received().max()
         link = self.machine.peer.link_us(step.busiest(), self.traffic.layout.ranks)
@@ -87,7 +87,7 @@ class Exchanges:
         return float((step.lines.sum(0).max() + self.buffer_rows) * step.row_bytes)
 
     def keep_us(self, step: Step) -> float:
-        """That copy, as far as the link does not hide it."""
+        """Time of that copy that the link does not hide."""
         return microseconds(self.kept_bytes(step), self.machine.peer.keep_gbps)
 
     def sum_us(self, step: Step) -> float:
@@ -139,7 +139,7 @@ class Exchanges:
         return machine.nccl.us + own + max(close, far) + self._network_us(step)
 
     def _network_us(self, step: Step) -> float:
-        """Of one collective that crosses the network, besides the bytes."""
+        """Fixed time of a collective that crosses the network."""
         if self.traffic.layout.domains == 1:
             return 0.0
         return self.machine.network.us + self.machine.network.message_us * step.messages(~self.near)
@@ -157,7 +157,7 @@ class Exchanges:
         return sum(self.machine.local.us(each * (step.row_bytes + self.row_bytes)) for each in lines)
 
     def _collectives_us(self, step: Step) -> float:
-        """The package's exchange: rows are gathered, travel, and are gathered again or added up."""
+        """Time of the package's exchange: rows are gathered, travel, and are gathered again or added up."""
         local, tokens = self.machine.local, self.traffic.tokens_per_rank
         sent, received = step.lines.sum(1).max(), step.lines.sum(0).max()
         us = self.all_to_all_us(step)
@@ -178,7 +178,7 @@ class Exchanges:
         return us + more * (self.machine.nccl.us + self._network_us(step))
 
     def rows_us(self, step: Step) -> float:
-        """By hand: permute, an all-to-all of all rows, sort_chunks; and back."""
+        """Time by hand: permute, an all-to-all of all rows, sort_chunks; and back."""
         local, tokens = self.machine.local, self.traffic.tokens_per_rank
         sent, received = step.lines.sum(1).max(), step.lines.sum(0).max()
         far_side, own_side = (received, sent) if step.from_owner else (sent, received)

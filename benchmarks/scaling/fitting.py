@@ -14,7 +14,7 @@ __all__ = ["fitted"]
 def fitted(
     features: Sequence[Sequence[float]], measured: Sequence[float], known: Sequence[float] | None = None
 ) -> np.ndarray:
-    """The factors, 0 or more, of a sum of features that comes nearest to what was measured, in relative terms.
+    """Return factors, 0 or more, of the sum of features nearest to the measurements in relative terms.
 
     Factors that would be negative are left out, the most negative first.
 

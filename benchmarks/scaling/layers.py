@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The time of whole layers on many GPUs."""
+"""Time of whole layers on many GPUs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Pass(NamedTuple):
         dispatch_us: the first exchange.
         products_us: the experts.
         combine_us: the second exchange.
-        flops: of the mean rank.
+        flops: mean of the ranks.
     """
 
     dispatch_us: float
@@ -65,7 +65,7 @@ class Prediction(NamedTuple):
 
     @property
     def tflops(self) -> float:
-        """Of each GPU, over both passes."""
+        """TFLOP/s of each GPU, over both passes."""
         return (self.forward.flops + self.backward.flops) / self.us / 1e6
 
 
@@ -82,9 +82,9 @@ def predict(
     """Predict a layer whose exchanges do not overlap with its products, as the package runs it.
 
     Args:
-        machine: what it runs on.
+        machine: numbers of GPUs and links.
         shape: d, n, E and K; T is that of the traffic.
-        traffic: what goes where.
+        traffic: counts between ranks.
         transport: as in `Exchanges`; so is ``capacity``.
         combine: as in `steps`; so is ``payload``.
         capacity: tokens that a rank may send to each.
@@ -150,18 +150,18 @@ def pipeline(dispatch: float, products: float, combine: float, chunks: int) -> f
 
 
 def best_overlap(make: Callable[[int], Prediction], chunks: Sequence[int] = CHUNKS) -> tuple[int, Prediction]:
-    """The number of chunks with which a layer takes least time, and that layer."""
+    """Return the fastest number of chunks and its prediction."""
     made = {each: make(each) for each in chunks}
     best = min(made, key=lambda each: made[each].us)
     return best, made[best]
 
 
 def gradient_us(machine: Machine, shape: Shape, ranks: int, gpus: int) -> float:
-    """The all-reduce, over the network, of the bfloat16 gradients of a rank's experts, where groups repeat.
+    """Predict the all-reduce over the network of the bfloat16 gradients of a rank's experts, if groups repeat.
 
     Args:
-        machine: whose network.
-        shape: of the layer.
+        machine: its network counts.
+        shape: sizes of the layer.
         ranks: P of one group.
         gpus: all of them, a multiple of P.
     """

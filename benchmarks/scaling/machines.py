@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a machine can do: numbers, all of which `calibration` takes from results, but for those of the network."""
+"""Numbers of a machine. `calibration` fits them to results, except for those of the network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HALF_TILE = 64  # rows by which the last tile of an expert exceeds it, on avera
 
 
 def microseconds(size: float, gbps: float) -> float:
-    """The time of so many bytes at a speed in GB/s."""
+    """Time of ``size`` bytes at ``gbps`` GB/s."""
     return float(size) / gbps / 1e3
 
 
@@ -25,9 +25,9 @@ class Products:
 
     Attributes:
         factors: microseconds of `work`'s numbers.
-        slowdown: of a layer between GPUs, which multiplies all the time, over a measurement of the products alone,
-            which pauses between calls.
-        fixed_us: of launches and of small operators around the products.
+        slowdown: time in a layer between GPUs, which multiplies all the time, over time of the GEMMs alone, measured
+            with pauses between calls.
+        fixed_us: time of launches and small operators around the GEMMs.
     """
 
     factors: tuple[float, ...]
@@ -52,9 +52,9 @@ class Local:
     """Operators that move rows within a GPU.
 
     Attributes:
-        launch_us: of one.
-        gbps: of bytes read and written.
-        slot_us: of each slot that is routed.
+        launch_us: time of a launch.
+        gbps: speed of bytes read and written.
+        slot_us: time to route a slot.
     """
 
     launch_us: float
@@ -72,7 +72,7 @@ class _Links:
     several: float
 
     def link_us(self, size: float, ranks: int) -> float:
-        """The time of so many bytes between so many ranks."""
+        """Time of ``size`` bytes between ``ranks`` ranks."""
         return microseconds(size, self.gbps * (self.several if ranks > 2 else 1.0))
 
 
@@ -81,12 +81,12 @@ class Peer(_Links):
     """Ranks that write to each other's memory.
 
     Attributes:
-        copy_gbps: of the driver's copy, each way.
-        copy_us: what it takes besides.
-        gbps: of the kernels that move rows, each way.
+        copy_gbps: speed of the driver's copy, each way.
+        copy_us: its fixed time.
+        gbps: speed of the kernels that move rows, each way.
         dispatch_us: routing, maps and the barrier of a dispatch, but for what `Local.slot_us` counts.
         combine_us: the barrier and the launches of a combine.
-        sum_gbps: of bytes read and written where the rows of a token are added up; infinite if the link hides that.
+        sum_gbps: speed of adding up a token's rows, bytes read and written; infinite if the link hides it.
         keep_gbps: the same where what arrived is copied.
         several: the share of ``gbps`` that is left where a rank writes to more than one other.
     """
@@ -107,7 +107,7 @@ class Nccl(_Links):
 
     Attributes:
         gbps: each way.
-        us: of one call.
+        us: fixed time of a call.
         several: the share of ``gbps`` that is left between more than two ranks.
     """
 
@@ -121,12 +121,12 @@ class Network:
     """RDMA between NVLink domains, a network card for each GPU. Published or assumed, not measured by us.
 
     Attributes:
-        name: of the card.
-        gbps: of a card each way.
-        us: of a step that crosses the network, besides its bytes.
-        message_us: of each rank that a rank sends to.
+        name: network card.
+        gbps: speed of a card each way.
+        us: fixed time of a step that crosses the network.
+        message_us: time for each rank that a rank sends to.
         host_us: that the host's wait for numbers of tokens adds.
-        sources: where the numbers come from.
+        sources: origin of the numbers.
     """
 
     name: str
@@ -158,10 +158,10 @@ class Machine:
     """GPUs of one kind, and what connects them.
 
     Attributes:
-        name: of the GPU.
+        name: GPU.
         local: within one.
         forward: the products of a forward pass.
-        backward: of a backward pass.
+        backward: the products of a backward pass.
         peer: ranks of one domain, by shared memory.
         nccl: ranks of one domain, by NCCL.
         network: between domains.

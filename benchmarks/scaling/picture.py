@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of scaling.md: TFLOP/s of each GPU by the number of GPUs."""
+"""Picture of scaling.md: TFLOP/s of each GPU by the number of GPUs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Points = dict[str, dict[str, dict[str, float]]]
 
 
 def points(predictor: Predictor, found: Sequence[Comparison]) -> Points:
-    """What is drawn."""
+    """Return the points of all panels."""
     return {model: {name: dict(line) for name, line in _lines(predictor, found, model)} for model in MODELS}
 
 

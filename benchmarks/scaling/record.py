@@ -38,9 +38,9 @@ def record(
         topk: K.
         hidden: width of the model.
         layers: layers, the first of which is dense.
-        steps: of training.
-        windows: of the text, 128 tokens each.
-        seed: of weights and data.
+        steps: training steps.
+        windows: pieces of text, 128 tokens each.
+        seed: for weights and data.
 
     Returns:
         a trace of one source for the first and for the last layer that has experts.

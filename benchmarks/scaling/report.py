@@ -50,11 +50,11 @@ _POINT = re.compile(r"(\*|\d\.) ")
 
 
 class Checked(NamedTuple):
-    """How predictions compare with what was measured.
+    """Predictions next to measurements.
 
     Attributes:
-        two: what two ranks took.
-        four: what four took, by the machine of two.
+        two: lines of two ranks.
+        four: lines of four ranks, predicted by the machine of two.
         corrected: the same by the corrected machine.
     """
 
@@ -64,14 +64,14 @@ class Checked(NamedTuple):
 
 
 def checked(results: Path, of_two: str, of_four: str) -> tuple[Machine, Checked]:
-    """The corrected machine that follows from a folder of results, and how it compares with them."""
+    """Return the corrected machine of a folder of results, and its comparison with them."""
     machine, found = compared(results, results / of_two)
     final = corrected(machine, results / of_four)
     return final, Checked(found, *(foretold(each, results / of_four) for each in (machine, final)))
 
 
 def predictor_of(results: Path) -> tuple[Predictor, Checked, Checked]:
-    """The predictions that follow from a folder of results, and two comparisons, the second of another machine."""
+    """Return the predictor of a folder of results, and two comparisons, the second of another machine."""
     machine, found = checked(results, EXCHANGES, MORE_RANKS)
     return Predictor(machine, load(results / TRACES)), found, checked(results, *OTHER_MACHINE)[1]
 
@@ -303,7 +303,7 @@ def _wrong(predictor: Predictor, found: list[Comparison]) -> str:
     worst = max((each.held_out_error or 0.0 for each in found), key=abs)
 
     def longer(group: Layout) -> str:
-        """What room for all tokens costs."""
+        """Share of time that room for all tokens adds."""
         shape, traffic = predictor.shape(_LARGEST), predictor.traffic(_LARGEST, group)
         made = predict(predictor.machine, shape, traffic, transport="peer", capacity=TOKENS)
         return _percent(made.us / predictor.us(_LARGEST, group, PEER) - 1)

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of scaling.md, as Markdown."""
+"""Tables of scaling.md, as Markdown."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def percent(ratio: float) -> str:
 
 
 def label(group: Layout) -> str:
-    """The ranks of a group and where they are."""
+    """Return the number of ranks of a group and their domains, as text."""
     if group.ranks <= MACHINE:
         return f"{group.ranks}, one machine"
     if group.domains == 1:
@@ -72,7 +72,7 @@ def label(group: Layout) -> str:
 
 
 def decision(predictor: Predictor, tokens: int = TOKENS) -> str:
-    """What to choose for each group of ranks, and what other choices cost."""
+    """Table of the best choice for each group of ranks, and the cost of others."""
     columns = ("ranks of a group", "choose", "exchanges", "`exact` instead", "float8 tokens instead", "by hand instead")
     rows = []
     for group in groups(MOST_EXPERTS):
@@ -117,7 +117,7 @@ def spread(predictor: Predictor, model: str) -> list[Layout]:
 
 
 def routings(predictor: Predictor) -> str:
-    """What uneven routing costs."""
+    """Table of the cost of uneven routing."""
     rows = []
     for model in MODELS:
         for group in spread(predictor, model):
@@ -137,7 +137,7 @@ def _sent(predictor: Predictor, model: str, group: Layout, way: Way) -> list[Ste
 
 
 def bytes_and_messages(predictor: Predictor) -> str:
-    """What the busiest rank sends or receives for a layer, both passes."""
+    """Table of bytes that the busiest rank sends or receives for a layer, both passes."""
     rows = []
     ways = [each for each in WAYS if each.transport in ("rows", "alltoall")]
     for model in MODELS:
@@ -174,7 +174,7 @@ def repeated(predictor: Predictor) -> str:
 
 
 def sizes(predictor: Predictor) -> str:
-    """What the experts of one layer take on each GPU."""
+    """Table of the memory of one layer's experts on each GPU."""
     rows = []
     for model in MODELS:
         shape = predictor.shape(model)
@@ -207,7 +207,7 @@ def few_tokens(predictor: Predictor) -> str:
 
 
 def checked(found: Sequence[Comparison]) -> str:
-    """The largest errors, by what was measured."""
+    """Table of the largest errors, by kind of measurement."""
     rows = []
     for what in dict.fromkeys(each.what for each in found):
         lines = [each for each in found if each.what == what]
@@ -229,7 +229,7 @@ def foretold(found: Sequence[Comparison], again: Sequence[Comparison]) -> str:
 
 
 def assumed(machine: Machine) -> str:
-    """The numbers of the machine."""
+    """Table of the machine's numbers."""
     local, peer, nccl, network = machine.local, machine.peer, machine.nccl, machine.network
     measured = "measured"
     rows = [
@@ -254,7 +254,7 @@ def assumed(machine: Machine) -> str:
 
 
 def other_machines(predictor: Predictor, model: str) -> str:
-    """What is chosen, and how fast it is, where the numbers that were not measured are others."""
+    """Table of choices and speeds with other values of the numbers that were not measured."""
     machine = predictor.machine
     network, peer, nccl = machine.network, machine.peer, machine.nccl
     slow = replace(network, us=5 * network.us, message_us=5 * network.message_us, host_us=5 * network.host_us)

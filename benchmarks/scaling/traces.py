@@ -19,10 +19,10 @@ _SEED = 20261124
 
 
 class Trace(NamedTuple):
-    """The experts of tokens.
+    """Experts of tokens.
 
     Attributes:
-        name: where they come from.
+        name: origin.
         experts: E.
         ids: int32 [sources, T, K]: the experts of the tokens of each source rank, -1 for none.
     """
@@ -37,11 +37,11 @@ class Trace(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of one source."""
+        """Tokens of one source."""
         return int(self.ids.shape[1])
 
     def split(self, sources: int) -> Trace:
-        """The same tokens as those of so many ranks, in their order; those that do not divide are left out."""
+        """Divide the tokens among ``sources`` ranks in their order, without the remainder."""
         flat = self.ids.reshape(-1, self.topk)
         tokens = len(flat) // sources
         if tokens == 0:
@@ -64,7 +64,7 @@ def drawn(kind: str, experts: int, topk: int, sources: int, tokens: int) -> Trac
         experts: E, more than K.
         topk: K.
         sources: ranks that have tokens.
-        tokens: of each.
+        tokens: T of each rank.
     """
     if kind == "uniform":
         ids = np.stack([uniform_ids(source, tokens, experts, topk) for source in range(sources)])

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between ranks: exact counts of a trace, and the bytes that a layer makes of them."""
+"""Traffic between ranks: exact counts of a trace, and the bytes of a layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLUMNS_OF_SCALE = 128
 
 
 class Layout(NamedTuple):
-    """Where the ranks of a group are.
+    """Ranks of a group and their domains.
 
     Attributes:
         ranks: P.
@@ -64,7 +64,7 @@ class Traffic(NamedTuple):
     of_domains: np.ndarray
 
     def scaled(self, tokens: int) -> Traffic:
-        """The same mix with so many tokens a rank; counts are no whole numbers then."""
+        """Return the same mix with ``tokens`` tokens a rank; counts may be fractions."""
         factor = tokens / self.tokens_per_rank
         scaled = {name: getattr(self, name) * factor for name in ("rows", "tokens", "of_domains")}
         return self._replace(tokens_per_rank=tokens, **scaled)
@@ -114,12 +114,12 @@ class Step(NamedTuple):
 
     Attributes:
         name: "dispatch" or "combine", which also stand for the exchanges of gradients that go the same way.
-        backward: whether it belongs to the backward pass.
+        backward: True in the backward pass.
         lines: [P, P], from the first index to the second one.
-        line_bytes: of a line.
-        row_bytes: of the part of it that is a token or a row.
-        from_owner: whether the first index is the rank that has the tokens.
-        by_row: whether a line is a row, else a token.
+        line_bytes: size of a line.
+        row_bytes: size of its token or row.
+        from_owner: True if the first index is the rank that has the tokens.
+        by_row: True if a line is a row, False if it is a token.
     """
 
     name: str
@@ -143,7 +143,7 @@ class Step(NamedTuple):
         return float(max(self.bytes_sent(only).max(), self.bytes_received(only).max()))
 
     def messages(self, only: np.ndarray | None = None) -> int:
-        """Most ranks that a rank sends to."""
+        """Largest number of ranks that a rank sends to."""
         return int((self._crossing(only) > 0).sum(1).max())
 
     def _crossing(self, only: np.ndarray | None) -> np.ndarray:
@@ -161,7 +161,7 @@ def steps(traffic: Traffic, hidden: int, *, combine: str, payload: str = "bf16",
             rank, both ways.
         payload: "bf16", or "fp8" for the dispatch of tokens, with a float32 scale for each 128 columns. All else is
             bfloat16.
-        dedup: whether a token goes to a rank once. False: a row for each slot all the way, as permute and an
+        dedup: True to send a token to a rank once. False: a row for each slot all the way, as permute and an
             all-to-all do it.
     """
     wide = 2 * hidden

@@ -66,8 +66,8 @@ class Way(NamedTuple):
 
     Attributes:
         name: for readers.
-        transport: of `predict`; so are ``combine`` and ``payload``.
-        in_package: whether `ExpertParallel` has it.
+        transport: argument of `predict`, as are ``combine`` and ``payload``.
+        in_package: True if `ExpertParallel` has it.
     """
 
     name: str
@@ -88,7 +88,7 @@ WAYS = (BY_HAND, EXACT, EXACT8, REDUCED, REDUCED8, PEER, BY_DOMAIN)
 
 
 class Choice(NamedTuple):
-    """What to choose for a group.
+    """Choice for a group.
 
     Attributes:
         way: the fastest of the package with bfloat16 tokens, or "exact" if that is about as fast.
@@ -100,7 +100,7 @@ class Choice(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the groups of many GPUs are.
+    """Placement of the groups of many GPUs.
 
     Attributes:
         name: for readers.
@@ -113,7 +113,7 @@ class Place(NamedTuple):
     most: int
 
     def group(self, experts: int, gpus: int) -> Layout:
-        """The largest group, no rank of which is without an expert."""
+        """Return the largest group with an expert for each rank."""
         return Layout.of(min(self.most, experts, gpus), self.domain)
 
 
@@ -141,7 +141,7 @@ class Predictor:
     """Predictions, each made once.
 
     Args:
-        machine: what all run on.
+        machine: numbers of GPUs and links.
         recorded: traces of the demo's model.
     """
 

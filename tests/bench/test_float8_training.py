@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/float8_training.py: docs/float8.md has the table of its result, and float8 costs no more than noise."""
+"""docs/float8_layers.md has the table of benchmarks/float8_training.py, and float8 costs no more than noise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks import float8_training as benchmark
 from benchmarks.pages import load, with_part
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "float8.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "float8_layers.md").read_text(encoding="utf-8")
 RESULT = ROOT / "benchmarks" / "results" / "float8-training.jsonl"
 
 

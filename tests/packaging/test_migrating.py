@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The code in docs/migrating.md runs as it stands, and what it says of Unsloth's functions is so."""
+"""Code in docs/migrating.md and migrating_unsloth.md runs as it stands, and statements about Unsloth hold."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import paddle
 from paddle_moe_ops import gemm, indexed, route
 from paddle_moe_ops.compat.paddle import NAMES_OF_FAMILIES
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
-SECTION = PAGE.partition("## From Unsloth's")[2].partition("\n## ")[0]
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE, OF_UNSLOTH = ((DOCS / name).read_text(encoding="utf-8") for name in ("migrating.md", "migrating_unsloth.md"))
+SECTION = OF_UNSLOTH.partition("## From Unsloth's")[2].partition("\n## ")[0]
 CALLS = re.findall(r"^\| `(.*?)` \|", SECTION.partition("| function |")[2].partition("\n\n")[0], re.MULTILINE)
 
 
