@@ -36,7 +36,7 @@ DRAWN = "moe_permute", "unpermute"
 TEXT = """
 ## Moving rows to experts and back
 
-What users call, under Paddle: bfloat16 rows, with all outputs allocated in the call, calls one after the other. Tests
+Public calls under Paddle: bfloat16 rows, with all outputs allocated in the call, calls one after the other. Tests
 compare these calls with the oracle; this run only timed them. *of copy* is the least number of bytes that the call must
 move, per time, over the speed of the GPU's fastest copy. *Paddle* are Paddle's own kernels, as published (PR 79756, on
 the same kind of GPU, scaled by the copy speed); *TransformerEngine* are its Triton kernels in a CUDA graph, without
