@@ -45,7 +45,6 @@ REASONS = {
     "csrc/cpu/row_kernels_generic.cc": "choosing AVX-512; what `test_row_kernels.py` tests in a program of its own",
     "csrc/cpu/streaming.cc": "caches that sysconf does not know, as on aarch64",
     "csrc/cpu/unpermute.cc": "clean-up when an exception passes",
-    "backends/library.py": "products of the library on a GPU: `tests/ops/test_library_product.py`",
     "integrations": "PaddleFormers: `tests/integrations`, in an environment of its own",
 }
 
