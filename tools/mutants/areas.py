@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which sources are changed together, which tests guard them, and what is left out."""
+"""Areas of sources, the tests that guard them, and excluded faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 _OPERATORS = ("tests/ops/test_*.py", "tests/static/test_*.py", "tests/scenarios/test_*.py")
-# They are about C++ or about other processes, and take long.
+# These tests cover C++ or other processes, and take long.
 LEFT_OUT = {f"tests/ops/test_{name}.py" for name in ("determinism", "huge_pages", "threads", "two_gpus")}
 LEFT_OUT |= {f"tests/scenarios/test_{name}.py" for name in ("devices", "processes")}
 _KERNELS = (
@@ -58,7 +58,7 @@ _TESTS_OF_OPERATORS = {
 
 
 class Area(NamedTuple):
-    """Patterns of sources and of the test files that guard them, from the root of the repository.
+    """An area: patterns of sources and of the test files that guard them, from the root of the repository.
 
     `python` is the path of the interpreter for the tests; if empty, that of the tool. `guards` has the test files of
     single sources of C++, by their stem.
@@ -71,7 +71,7 @@ class Area(NamedTuple):
 
 
 def _ranks(sources: tuple[str, ...], tests: tuple[str, ...], others: tuple[str, ...] = ()) -> Area:
-    """An area of expert_parallel, whose lines run in processes that tests start."""
+    """Return an area of expert_parallel, whose lines run in processes that tests start."""
     return Area(
         tuple(f"paddle_moe_ops/expert_parallel/{name}.py" for name in sources),
         (*_tests("distributed", *tests), *others),
@@ -190,8 +190,8 @@ AREAS = {
 }
 
 
-# Faults that make no wrong program: path, kind, what is in the lines before the change (regular expressions), and
-# the reason.
+# Faults that leave the program correct: path, kind, regular expressions for the lines before the change, and the
+# reason.
 EQUIVALENT = (
     (r"kernels/cpu\.py", "", r"getloadavg|_SECONDS_PER_TURN|_ASSUMED_CACHE|_flush_buffer", "what is around a time"),
     (r"kernels/cpu\.py", "", r"needed > left|needed / 1e9", "an estimate"),

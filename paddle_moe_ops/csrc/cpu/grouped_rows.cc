@@ -3,7 +3,7 @@
 
 // Tables of experts' rows, zeros in rows of no expert, and SwiGLU with its gradient.
 //
-// SwiGLU and its gradient take ranges of rows, a thread each: 3 n and 6 n numbers of a row are moved.
+// Each thread computes SwiGLU, or its gradient, of a range of rows. Numbers moved per row: 3 n and 6 n.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

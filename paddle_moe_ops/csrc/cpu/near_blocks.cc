@@ -1,8 +1,8 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// near_blocks on the CPU. Each row of a block is quantised with the block's amax as its least amax, and dequantised at once.
-// Threads own rows of blocks. Bytes moved: E * A * B * (2 itemsize + 4).
+// Fake quantisation by 128 x 128 blocks on the CPU. Each row of a block is quantised with the block's amax as `amax_min`, then
+// dequantised. Threads own rows of blocks. Bytes moved: E * A * B * (2 itemsize + 4).
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
@@ -26,7 +26,7 @@ constexpr int64_t kSide = kGroupColumns;
 
 // The part of a matrix that shares a scale.
 struct Block {
-  int64_t place, rows, columns;  // place: of its first element
+  int64_t place, rows, columns;  // place: index of its first element
 };
 
 template <typename Rows>

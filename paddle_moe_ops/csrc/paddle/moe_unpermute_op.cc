@@ -14,18 +14,18 @@ constexpr char kFunction[] = "moe_unpermute";
 constexpr char kGradientOfRows[] = "the gradient of the gradient of hidden_states_unzipped";
 constexpr char kGradientOfProbs[] = "the gradient of the gradient of token_prob_unzipped";
 
-// The last four describe hidden_states_unzipped and say which gradients are wanted; only the gradients read them.
+// The last four describe hidden_states_unzipped and select the gradients that are computed; only the gradients read them.
 PMO_ATTRIBUTES(Attributes, (bool, compat_paddle, compat), (int, checks, checks), (int64_t, hidden, hidden),
                (int, hidden_dtype, dtype), (bool, need_rows_grad, rows_grad), (bool, need_prob_grad, prob_grad));
 
 const Names kNames = {{"routing", "expert_routemap_topk"}};
 
-// The maps of a user's rowmap: only entries that lie in [0, N) and name a row for the first time.
+// Maps of a user's rowmap with only those entries that lie in [0, N) and name a row for the first time.
 struct CleanMaps {
   paddle::Tensor token_rows, row_to_token, slot_to_row;
 
-  // compat_paddle: slots that repeat an expert id all read its row, as in Paddle; otherwise only the first does. Values of rows go
-  // to slot_values, if that is given, instead of slot_to_row being made.
+  // compat_paddle: slots that repeat an expert id all read its row, as in Paddle; otherwise only the first does. If `slot_values`
+  // is given, row values are written to it, and slot_to_row is not computed.
   CleanMaps(const Target& target, const paddle::Tensor& rowmap, const paddle::Tensor& routemap, const paddle::Tensor& row_values,
             bool compat_paddle, int checks, paddle::Tensor* slot_values = nullptr) {
     require_rank(rowmap, 2, kFunction, "zipped_expertwise_rowmap");
@@ -191,7 +191,7 @@ std::vector<paddle::DataType> moe_unpermute_weighted_backward_dtypes(const paddl
   return {rows, probs};
 }
 
-// Rows and probabilities of slots, as from the forward, of what comes in for d_rows and d_probs.
+// Applies the forward pass to the incoming gradients of d_rows and d_probs.
 Outputs moe_unpermute_double_backward(const Attributes& a, const paddle::Tensor& rowmap, const paddle::Tensor& routemap,
                                       const paddle::Tensor& probs, const paddle::Tensor& dd_rows,
                                       const paddle::Tensor& dd_probs) {
@@ -223,7 +223,7 @@ Outputs moe_unpermute_weighted_double_backward(const Attributes& a, const paddle
                                                const paddle::Tensor& routemap, const paddle::Tensor& probs,
                                                const paddle::Tensor& d_hidden, const paddle::Tensor& dd_rows,
                                                const paddle::Tensor& dd_probs) {
-  // a token's only row would be part of some of the sums below, and not of others
+  // a copied single row would be part of some of the sums below, and not of others
   if (a.compat_paddle) fail_second_order(kFunction, " for the weighted combine with compat=\"paddle\"");
   const Target target(kFunction, {&rows, &rowmap, &routemap, &probs}, {&d_hidden, &dd_rows, &dd_probs});
   const auto dtype = static_cast<paddle::DataType>(a.hidden_dtype);

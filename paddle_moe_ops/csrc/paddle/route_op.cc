@@ -1,8 +1,8 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// route: a Plan of compact maps from expert ids or a mask. Two operators, with and without probabilities: an optional input would
-// be lost where it has no elements, because Paddle takes such a tensor for a missing one.
+// route: a Plan of compact maps from expert ids or a mask. Two operators, with and without probabilities: Paddle treats an
+// optional input without elements as missing.
 #include "paddle/direct.h"
 #include "paddle/movement.h"
 #include "paddle/routing.h"
@@ -80,7 +80,7 @@ std::vector<paddle::DataType> route_with_probs_dtypes(const paddle::DataType&, c
   return plan_dtypes();
 }
 
-// d_probs: the gradient of a row's probability goes back to the slot that owns the row, or to (token, expert) for a mask.
+// d_probs: the gradient of a row's probability is added to the slot that owns the row, or to (token, expert) for a mask.
 Outputs route_with_probs_backward(const Attributes& a, const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_expert,
                                   const paddle::Tensor& d_row_probs) {
   const bool is_mask = a.topk >= 0;

@@ -71,7 +71,7 @@ typedef struct pmo_quantize_blocks_params {
 
 PMO_API int pmo_quantize_blocks_cuda(const pmo_quantize_blocks_params* params, void* stream);
 
-// Fake quantisation by 128 x 128 blocks: out = code * scale in float32. For devices without float8 MMAs. The bits of a NaN are
+// Fake quantisation by 128 x 128 blocks: out = code * scale in float32. Devices without float8 MMAs use it. The bits of a NaN are
 // unspecified.
 typedef struct pmo_near_blocks_params {
   int64_t struct_size;
