@@ -1,9 +1,9 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of the documentation site (mkdocs.yml): files of the root and of build/pages become pages, and links are rewritten.
+"""Hooks of the documentation site (mkdocs.yml): adds pages of the root and of build/pages, and rewrites links.
 
-GitHub shows docs/ without the generated pages. Texts there name such a page by its title in the navigation, emphasised:
-``*Coverage*``. On the site that is a link.
+GitHub shows docs/ without the generated pages. Texts in docs/ name such a page by its title in the navigation,
+emphasised: ``*Coverage*``. On the site that is a link.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class Drawing:
             self.text(x + width / 2, y + height / 2 + 5, text, "middle")
 
     def arrow(self, x: float, y: float, to_x: float, to_y: float, kind: str = "", *, down: bool = False) -> None:
-        """Add a curved arrow from one point to another, with its head at the end; it begins and ends to the right, or down."""
+        """Add a curved arrow from one point to another, with its head at the end; both ends point right, or down."""
         tag = f' class="{kind}"' if kind else ""
         head = 7.0
         if down:

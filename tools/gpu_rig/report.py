@@ -108,12 +108,12 @@ def load() -> list[dict]:
 
 
 def open_points(results: list[dict]) -> list[str]:
-    """What is not as it should be: failed tests, and what a sanitizer found."""
+    """Return the open points: missing results, failed tests and findings of a sanitizer."""
     points = [f"{suite}: not run on these sources" for suite in SUITES if suite not in {r["suite"] for r in results}]
     for result in results:
         points += [f"{result['suite']}: `{name}` failed" for name in result["failed_tests"]]
         points += [f"{result['suite']}: repeat by `{command}`" for command in result.get("repeat", [])]
-        if result["exit_status"] in (124, -9):  # of `timeout`, which ends itself if it has to kill
+        if result["exit_status"] in (124, -9):  # exit status of `timeout`, or its own end by the kill signal
             points.append(f"{result['suite']}: ended after its time limit")
         elif result["exit_status"] and not result["failed"]:
             points.append(f"{result['suite']}: {'; '.join(result.get('sanitizer') or ['the run did not end well'])}")
@@ -121,7 +121,7 @@ def open_points(results: list[dict]) -> list[str]:
 
 
 def current_units(bundle: str) -> dict[str, dict]:
-    """The units of a bundle on this machine (machine_code.py); none if it is older than the sources."""
+    """Return the units of a bundle on this machine (machine_code.py); none if it is older than the sources."""
     folder = BUNDLE / bundle
     if not (folder / "machine_code.json").exists():
         return {}
@@ -133,7 +133,7 @@ def current_units(bundle: str) -> dict[str, dict]:
 
 
 def with_other_code(names: list[str], ran: dict[str, str], units: dict[str, dict]) -> list[str]:
-    """The sources of which a run used other machine code than there is now, or of which that is not known.
+    """Return the sources whose machine code in a run differs from the current one, or is unknown.
 
     Args:
         names: sources that changed.

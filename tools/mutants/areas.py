@@ -193,7 +193,7 @@ AREAS = {
 # Faults that leave the program correct: path, kind, regular expressions for the lines before the change, and the
 # reason.
 EQUIVALENT = (
-    (r"kernels/cpu\.py", "", r"getloadavg|_SECONDS_PER_TURN|_ASSUMED_CACHE|_flush_buffer", "what is around a time"),
+    (r"kernels/cpu\.py", "", r"getloadavg|_SECONDS_PER_TURN|_ASSUMED_CACHE|_flush_buffer", "code around a timing"),
     (r"kernels/cpu\.py", "", r"needed > left|needed / 1e9", "an estimate"),
     (r"kernels/cpu_arrays\.py", "", r"_WORKERS|_PERIOD|_CHUNK_ELEMENTS =", "sizes of pieces"),
     (r"kernels/cpu_arrays\.py", "", r"^    return problem\.case\.shape\.hidden \*", "an estimate"),
@@ -201,7 +201,7 @@ EQUIVALENT = (
     (r"kernels/operators/", "", r"check\.chunks\(", "sizes of pieces"),
     (r"kernels/operators/", "", r'add_workspace\("(?!route)', "only CUDA kernels need one"),
     (r"kernels/operators/", "", r"case\.fill and \(", "an implementation for GPUs"),
-    (r"kernels/operators/", "", r"return_scores", "outputs that are not looked at"),
+    (r"kernels/operators/", "", r"return_scores", "outputs that no test reads"),
     (r"kernels/operators/", "", r"torch|engine\.|index_select|row_id_map|\.long\(\)|d_probs", "seen on a GPU"),
     (r"demo/", "", r"_TOLERANCE\b", "a float does not equal its limit"),
     (r"demo/run\.py", "", r"Column\(|console=console|Console\(|f\"step ", "looks"),
@@ -219,11 +219,11 @@ EQUIVALENT = (
     (r"gemm\.py|compat/te_triton\.py", "", r"get_autocast_dtype\(\)\) for|limit or min\(room", "only on a GPU"),
     (r"", "opposite", r"np\.zeros\(0,", "nothing in it"),
     (r"triton/ops/permute\.py", "arguments swapped", r"copy_words\(", "sizes and addresses count alike"),
-    (r"triton/ops/sort_chunks\.py", "", r"other=-1\) == ", "what no chunk is compared with"),
+    (r"triton/ops/sort_chunks\.py", "", r"other=-1\) == ", "a value that no chunk is compared with"),
     (r"", "arguments swapped", r"swapaxes|\b(max|min)\(", "either way round"),
     (r"", "elements swapped", r"frozenset\(|isinstance\(", "in any order"),
     (r"", "", r"is_on_gpu\(|is_cpu_place\(|is_gpu_place\(", "the suites on a GPU see it"),
-    (r"backends/gradients\.py", "", r"return both\(", "what is not wanted"),
+    (r"backends/gradients\.py", "", r"return both\(", "gradients that are not needed"),
     (r"gradients\.py", "condition dropped", r"if not paddle\.is_grad_enabled\(\) or value", "a shortcut"),
     (
         r"backends/experts\.py",

@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A record of the tests of an area: ids and seconds, and for every line ("path:number") the numbers of those that reach it."""
+    """A record of the tests of an area: ids and seconds, and for every line ("path:number") the tests that reach it."""
 
     tests: list[str]
     seconds: list[float]
@@ -97,7 +97,7 @@ class Copy:
         return _without(found)
 
     def try_mutant(self, area: Area, python: str, record: Record, mutant: Mutant) -> Outcome | None:
-        """Returns how a test fails with the fault, if any does; None if the fault does not compile or changes no object.
+        """Returns the outcome of a fault; None if it does not compile or does not change the object.
 
         Tests that reach the lines run first, the fastest first. Then the other tests of the same files run, which may
         share a fixture with them. If no test reaches the lines, such as a constant of a module, all tests that guard
@@ -146,7 +146,7 @@ class Copy:
         return code if isinstance(code, str) else failed[0] if failed else f"exit code {code}"
 
     def _pytest(self, python: str, arguments: Sequence[str], seconds: float, **variables: str) -> tuple[int | str, str]:
-        """Returns exit code (or "out of time", "out of memory") and output of the tests; ends all processes they started."""
+        """Returns exit code (or "out of time", "out of memory") and output of the tests; ends their processes."""
         command = [python, "-m", "pytest", "-q", "--tb=no", "-p", "pytest_reach", "-p", "no:cacheprovider"]
         paths = [str(HERE), str(HERE / "children"), *filter(None, [os.environ.get("PYTHONPATH")])]
         process = subprocess.Popen(

@@ -161,7 +161,7 @@ class Run:
         return samples
 
     def _recording(self, sample: Sample) -> Callable[[], Record]:
-        """Starts to run all tests of an area, to check that they pass and to record the lines that each of them reaches.
+        """Starts to run all tests of an area, to check that they pass and to record the lines that each reaches.
 
         The record is kept as long as sources and tests are the same.
         """
