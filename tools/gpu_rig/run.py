@@ -148,7 +148,7 @@ def environment(suite: str) -> dict[str, str]:
     if suite in (*RIG_SUITES, *PLACE_SUITES):
         env["PYTHONPATH"] = f"{SITE}:{ROOT}"
         env["LD_LIBRARY_PATH"] = f"{SITE}/paddle/libs:{RIG}:{env.get('LD_LIBRARY_PATH', '')}"
-    if suite == "fuzz":  # the oracle of one worker must not take the others' cores
+    if suite == "fuzz":  # the oracle of one worker must not use the others' cores
         env["OMP_NUM_THREADS"] = "1"
     if suite in PEER_SUITES:  # ranks wait for each other, and are slower
         env["PADDLE_MOE_OPS_TEST_SLOWNESS"] = "4"

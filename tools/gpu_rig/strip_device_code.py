@@ -21,7 +21,7 @@ SECTIONS = (b".nv_fatbin", b"__nv_relfatbin")
 
 
 def device_code_ranges(elf):
-    """Yield (offset, size) of each ELF section that holds device code."""
+    """Yield (offset, size) of each ELF section with device code."""
     (table,) = struct.unpack_from("<Q", elf, 40)
     entry_size, count, names_index = struct.unpack_from("<HHH", elf, 58)
     headers = [struct.unpack_from("<IIQQQQ", elf, table + i * entry_size) for i in range(count)]

@@ -33,8 +33,8 @@ PMO_ANYWHERE inline int32_t magnitude_of(float value) { return static_cast<int32
 
 constexpr int32_t kInfinityBits = 0x7F800000;
 
-// exp(-|x|), to two units in the last place; NaN stays NaN. -|x| = n ln(2) + r with |r| <= ln(2) / 2; the Taylor polynomial of
-// exp(r) is off by less than 6e-9, and 2^n is multiplied in two steps, so that subnormal results are rounded once.
+// exp(-|x|), to two units in the last place; NaN stays NaN. -|x| = n ln(2) + r with |r| <= ln(2) / 2. The Taylor polynomial of
+// exp(r) is off by less than 6e-9. 2^n is multiplied in two steps, so that subnormal results are rounded once.
 PMO_ANYWHERE inline float exp_minus(float x) {
   constexpr float kLog2E = 0x1.715476p0f;
   constexpr float kLn2High = 0x1.62e4p-1f, kLn2Low = 0x1.7f7d1cp-20f;  // n * kLn2High is exact

@@ -50,12 +50,12 @@ int clear(const pmo_grouped_clear_params& p) {
       std::memset(static_cast<char*>(p.rows) + begin * p.row_size, 0, static_cast<size_t>((end - begin) * p.row_size));
     }
   };
-  int64_t made = 0;
+  int64_t filled = 0;
   for (int64_t expert = 0; expert < p.num_experts; ++expert) {
-    fill(made, std::min<int64_t>(p.first[expert], p.num_rows));
-    made = std::max<int64_t>(p.stop[expert], made);
+    fill(filled, std::min<int64_t>(p.first[expert], p.num_rows));
+    filled = std::max<int64_t>(p.stop[expert], filled);
   }
-  fill(made, p.num_rows);
+  fill(filled, p.num_rows);
   return PMO_OK;
 }
 

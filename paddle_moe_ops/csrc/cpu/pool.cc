@@ -77,8 +77,8 @@ class Pool {
   }
 
  private:
-  void grow(int wanted) {
-    while (num_workers_ < wanted) {
+  void grow(int num_workers) {
+    while (num_workers_ < num_workers) {
       try {
         std::thread([this] { worker_loop(); }).detach();
       } catch (const std::system_error&) {
@@ -133,9 +133,9 @@ const int at_fork_registered = pthread_atfork(nullptr, nullptr, [] { current_poo
 Pool& pool() {
   Pool* existing = current_pool.load(std::memory_order_acquire);
   if (existing != nullptr) return *existing;
-  Pool* made = new Pool;
-  if (current_pool.compare_exchange_strong(existing, made)) return *made;
-  delete made;  // another thread was first
+  Pool* created = new Pool;
+  if (current_pool.compare_exchange_strong(existing, created)) return *created;
+  delete created;  // another thread was first
   return *existing;
 }
 

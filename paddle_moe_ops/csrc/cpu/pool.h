@@ -53,9 +53,9 @@ template <typename Body>
 void parallel_ranges(int64_t size, int64_t bytes, int32_t requested_threads, Body body) {
   constexpr int64_t kBytesPerThread = int64_t{1} << 20;
   constexpr int64_t kTasksPerThread = 4;  // so that the others do not wait for a thread that starts late or is interrupted
-  const int64_t worth = bytes <= kOneThreadBytes ? 1 : bytes / kBytesPerThread;
-  int64_t threads = worth == 1 ? 1 : resolve_threads(requested_threads);
-  if (threads > worth) threads = worth;
+  const int64_t max_threads = bytes <= kOneThreadBytes ? 1 : bytes / kBytesPerThread;
+  int64_t threads = max_threads == 1 ? 1 : resolve_threads(requested_threads);
+  if (threads > max_threads) threads = max_threads;
   int64_t tasks = threads == 1 ? 1 : threads * kTasksPerThread;
   if (tasks > size) tasks = size;
   parallel_for(tasks, static_cast<int>(threads), [&](int64_t task) {

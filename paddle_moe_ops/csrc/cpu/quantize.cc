@@ -24,7 +24,7 @@ namespace cpu {
 namespace {
 
 // The float32 scales of a row, or their exponents packed.
-void make_words(const std::vector<float>& scales, bool ue8m0, std::vector<uint32_t>* words) {
+void pack_scales(const std::vector<float>& scales, bool ue8m0, std::vector<uint32_t>* words) {
   if (!ue8m0) {
     std::memcpy(words->data(), scales.data(), scales.size() * sizeof(float));
     return;
@@ -54,7 +54,7 @@ void quantize_tokens(const pmo_quantize_params& p, const ScaleLayout& layout, in
       if (row < 0 || row >= p.num_rows) continue;
       if (!quantized) {
         quantize_row(x + token * x_stride, p.hidden, p.amax_min, p.ue8m0 != 0, codes.data(), scales.data());
-        make_words(scales, p.ue8m0 != 0, &words);
+        pack_scales(scales, p.ue8m0 != 0, &words);
         quantized = true;
       }
       targets.add(static_cast<char*>(p.codes) + row * p.hidden);

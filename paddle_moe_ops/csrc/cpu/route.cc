@@ -4,8 +4,8 @@
 // Routing on the CPU: a stable counting sort of slots by expert.
 //
 // The tokens are cut into contiguous chunks whose number depends on T * K alone. Counting fills one histogram per chunk and a
-// cleaned copy of the ids; a serial scan over [chunks, E] turns the histograms into each chunk's first row per expert; then every
-// chunk places its slots in order. Positions are those of a serial pass for any number of threads.
+// cleaned copy of the ids. A serial scan over [chunks, E] converts the histograms to each chunk's first row per expert. Then
+// every chunk places its slots in order. Positions are those of a serial pass for any number of threads.
 //
 // Workspace: int64 [chunks, E] histograms, then int32 [T, K] cleaned ids (-1 = the slot has no row).
 // Bytes moved: ids 2 * T * K * 4 (read, cleaned), maps 2 * T * K * 4, row maps 4 * N * 4, rowmap T * E * 4.
@@ -210,9 +210,9 @@ int64_t place(const pmo_route_params& p, int64_t begin, int64_t end, const int32
       const int32_t expert = ids[slot];
       int32_t row = -1;
       if (expert >= 0) {
-        const int64_t wanted = next_row[expert]++;
-        if (wanted < p.num_rows) {
-          row = static_cast<int32_t>(wanted);
+        const int64_t next = next_row[expert]++;
+        if (next < p.num_rows) {
+          row = static_cast<int32_t>(next);
         } else {
           ++dropped;
         }

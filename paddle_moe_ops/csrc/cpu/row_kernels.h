@@ -3,8 +3,8 @@
 
 // Arithmetic on whole rows, compiled once per instruction set and chosen at run time.
 //
-// Every variant gives the same bits: sums follow the order of pmo_unpermute, the dot product the 16 lanes and the tree of
-// pmo_unpermute_backward, and fused multiply-adds are written as such (never left to the compiler's contraction).
+// Every variant returns the same bits: sums follow the order of pmo_unpermute, the dot product the 16 lanes and the tree of
+// pmo_unpermute_backward. Fused multiply-adds are explicit (never left to the compiler's contraction).
 #pragma once
 
 #include <cstdint>
@@ -125,7 +125,7 @@ struct BFloat16 {
 // PMO_BFLOAT16 have copy only.
 const RowKernels& row_kernels(int32_t dtype);
 
-// The variants, one translation unit each; NULL where the build target has no such instruction set.
+// The variants, one translation unit each; NULL if the build target lacks the instruction set.
 const RowKernels* row_kernels_generic(int32_t dtype);
 const RowKernels* row_kernels_avx2(int32_t dtype);
 const RowKernels* row_kernels_avx512(int32_t dtype);

@@ -3,9 +3,9 @@
 
 // The bodies of the row kernels, over 16 float32 lanes that each variant provides.
 //
-// Included once per variant, inside an anonymous namespace (so that the linker, which merges inline functions, cannot replace one
-// variant's code by another's) and after all standard headers (so that none of their code is compiled for the variant's target).
-// The including file defines Lanes (16 floats; rows may begin at any address) and Line (kLineBytes of a row).
+// Included once per variant, inside an anonymous namespace: the linker, which merges inline functions, cannot replace one
+// variant's code by another's. The include follows all standard headers, so that none of their code is compiled for the variant's
+// target. The including file defines Lanes (16 floats; rows may begin at any address) and Line (kLineBytes of a row).
 //
 // Rows are processed in strips of a few lines, which the compiler unrolls. A loop over single lines would check its end at each
 // line, and reload its pointers because a store could have changed them. That is too slow as soon as another thread shares the
@@ -61,7 +61,7 @@ inline Lanes load_lanes(const char* from, int64_t index) {
 }
 
 // Unpacks a line to Lanes; Line::pack is the inverse. Lanes follow the columns. With bfloat16, Lanes 0 contain the even columns
-// and Lanes 1 the odd ones: a shift and a mask convert a pair to float32 without a shuffle across the register.
+// and Lanes 1 the odd ones. A shift and a mask then convert a pair to float32 without a shuffle across the register.
 template <typename Element>
 inline void unpack_line(Element, const char* from, Lanes* lanes) {
   for (int64_t j = 0; j < kLanesOfLine<Element>; ++j) lanes[j] = load_lanes<Element>(from, j);

@@ -14,8 +14,8 @@ namespace {
 
 constexpr int64_t kAssumedCacheBytes = int64_t{32} << 20;  // if the system reports no size
 
-// Only a part of the last-level cache counts: other processes use it too, invisible in a virtual machine. Measured by permuting
-// rows and summing them on a Xeon that reports 260 MiB: plain stores were faster up to 88 MB of rows, streaming from 117 MB on.
+// Only a part of the last-level cache counts: other processes use it too, invisible in a virtual machine. Measured on a Xeon that
+// reports 260 MiB, for permuting rows and summing them: plain stores were faster up to 88 MB of rows, streaming from 117 MB on.
 int64_t share_of(int64_t cache_bytes) { return cache_bytes / 8 * 3; }
 
 // sysconf reports the caches of x86-64 only; /sys lists those of every architecture whose firmware describes them.

@@ -160,17 +160,17 @@ const GroupStream* stream_of_group(const void* group, const char* function) {
   static std::mutex mutex;
   static std::unordered_map<const void*, GroupStream> of_groups;  // addresses of its elements are stable
   const std::lock_guard<std::mutex> lock(mutex);
-  GroupStream& made = of_groups[group];
-  if (made.event == nullptr) {
+  GroupStream& group_stream = of_groups[group];
+  if (group_stream.event == nullptr) {
     int lowest = 0, highest = 0;
     check_cuda(cudaDeviceGetStreamPriorityRange(&lowest, &highest), function);
-    if (made.stream == nullptr) {
-      check_cuda(cudaStreamCreateWithPriority(&made.stream, cudaStreamNonBlocking, highest), function);
+    if (group_stream.stream == nullptr) {
+      check_cuda(cudaStreamCreateWithPriority(&group_stream.stream, cudaStreamNonBlocking, highest), function);
     }
-    if (made.mark == nullptr) check_cuda(cudaEventCreateWithFlags(&made.mark, cudaEventDisableTiming), function);
-    check_cuda(cudaEventCreateWithFlags(&made.event, cudaEventDisableTiming), function);
+    if (group_stream.mark == nullptr) check_cuda(cudaEventCreateWithFlags(&group_stream.mark, cudaEventDisableTiming), function);
+    check_cuda(cudaEventCreateWithFlags(&group_stream.event, cudaEventDisableTiming), function);
   }
-  return &made;
+  return &group_stream;
 }
 
 }  // namespace

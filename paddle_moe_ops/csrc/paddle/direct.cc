@@ -21,12 +21,12 @@ bool is_summed(const paddle::Tensor& rows) {
   return dtype == paddle::DataType::FLOAT32 || dtype == paddle::DataType::BFLOAT16 || dtype == paddle::DataType::FLOAT16;
 }
 
-bool holds_ids(const paddle::Tensor& routemap) {
+bool is_routemap(const paddle::Tensor& routemap) {
   const bool are_integers = routemap.dtype() == paddle::DataType::INT32 || routemap.dtype() == paddle::DataType::INT64;
   return are_integers && has_columns(routemap);
 }
 
-bool are_together(std::initializer_list<const paddle::Tensor*> tensors) {
+bool are_on_one_device(std::initializer_list<const paddle::Tensor*> tensors) {
   for (const paddle::Tensor* tensor : tensors) {
     if (tensor->place() != (*tensors.begin())->place()) return false;
   }
@@ -131,12 +131,12 @@ bool is_set(const char* variable) {
 // Returns the outputs; True if a gradient is needed and the arguments fit; None if Python must run its checks.
 PyObject* call_quick(const DirectOperator& callee, PyObject* const* objects, Py_ssize_t count) {
   Outputs outputs;
-  bool fits = false, wants_gradient = false;
+  bool fits = false, needs_gradient = false;
   try {
     bool declines = is_set("PADDLE_MOE_OPS_BACKEND") || is_set("PADDLE_MOE_OPS_VALIDATE");
     for (Py_ssize_t i = 0; i < count && !declines; ++i) {
       if (paddle::pybind::PyCheckTensor(objects[i])) {
-        wants_gradient |= !stops_gradient(objects[i]);
+        needs_gradient |= !stops_gradient(objects[i]);
       } else {
         declines = !PyLong_CheckExact(objects[i]) && !PyList_Check(objects[i]);
       }
@@ -147,14 +147,14 @@ PyObject* call_quick(const DirectOperator& callee, PyObject* const* objects, Py_
         declines |= argument.kind == DirectArgument::kTensor && !argument.tensor.is_dense_tensor();
       }
       fits = !declines && callee.fits(arguments.data());
-      if (fits && !wants_gradient) outputs = run(callee, arguments);
+      if (fits && !needs_gradient) outputs = run(callee, arguments);
     }
   } catch (const std::exception&) {  // Python's checks report the error
   }
   PyErr_Clear();
   if (outputs.size() == 1) return paddle::pybind::ToPyObject(outputs[0], false);
   if (!outputs.empty()) return results_of(outputs);
-  PyObject* answer = fits && wants_gradient ? Py_True : Py_None;
+  PyObject* answer = fits && needs_gradient ? Py_True : Py_None;
   Py_INCREF(answer);
   return answer;
 }

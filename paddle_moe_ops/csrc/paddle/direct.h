@@ -95,8 +95,8 @@ struct DirectCall<Result (*)(Parameters...)> {
 inline bool has_columns(const paddle::Tensor& matrix) { return matrix.shape().size() == 2 && matrix.shape()[1] > 0; }
 inline bool can_count(int64_t num_experts) { return num_experts >= 1 && num_experts <= int64_t{1} << 16; }
 bool is_summed(const paddle::Tensor& rows);  // true if their dtype can be summed
-bool holds_ids(const paddle::Tensor& routemap);
-bool are_together(std::initializer_list<const paddle::Tensor*> tensors);  // true if all are on one device
+bool is_routemap(const paddle::Tensor& routemap);
+bool are_on_one_device(std::initializer_list<const paddle::Tensor*> tensors);
 
 // The default of `validate=None` if PADDLE_MOE_OPS_VALIDATE is not set.
 inline int default_checks(const Target& target) {

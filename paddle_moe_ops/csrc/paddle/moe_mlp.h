@@ -73,7 +73,7 @@ class ExpertLayer {
   // Permutes tokens to expert order; zeros in padding rows.
   paddle::Tensor rows_of(const paddle::Tensor& tokens) const;
   paddle::Tensor sums_of(const paddle::Tensor& rows, bool weighted = false) const;
-  // SwiGLU and its backward pass as separate kernels. `scaled` holds dA' and becomes s A. All tensors have one dtype.
+  // SwiGLU and its backward pass as separate kernels. `scaled` is dA' on entry and s A on return. All tensors have one dtype.
   paddle::Tensor swiglu(const paddle::Tensor& hidden) const;
   ActivationGradients swiglu_backward(const paddle::Tensor& hidden, paddle::Tensor scaled) const;
 

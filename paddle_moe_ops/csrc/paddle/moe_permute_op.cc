@@ -17,8 +17,8 @@ using namespace pmo::binding;  // NOLINT: this file is the operator's own
 
 constexpr char kFunction[] = "moe_permute";
 
-// Arguments other than tensors. The only attribute contains the fields in this order, then the counts of a list: Paddle would
-// need longer for fifteen attributes than the operator for a few tokens.
+// Arguments other than tensors. The only attribute contains the fields in this order, then the counts of a list. Fifteen
+// attributes would cost Paddle more time than the operator for a few tokens.
 struct Spec {
   int num_experts = 0, counts_source = 0, padding_alignment = 0;
   int do_gather = 0, return_expert_indices = 0, buffer_size = 0, fill = 0, checks = 0;
@@ -98,9 +98,9 @@ bool fits(const paddle::Tensor& hidden_states, const paddle::Tensor& routemap, c
   const Shape slots = routemap.shape();
   const auto can_be_size = [](int64_t size, int64_t least) { return size >= least && size <= INT32_MAX; };
   return has_columns(hidden_states) && hidden_states.dtype() != paddle::DataType::INT32 &&
-         dtype_of(hidden_states, kFunction, "hidden_states") >= 0 && holds_ids(routemap) &&
+         dtype_of(hidden_states, kFunction, "hidden_states") >= 0 && is_routemap(routemap) &&
          slots[0] == hidden_states.shape()[0] && probs.dtype() == paddle::DataType::FLOAT32 && probs.shape() == slots &&
-         are_together({&hidden_states, &routemap, &probs}) && can_count(num_experts) && can_be_size(padding_alignment, 1) &&
+         are_on_one_device({&hidden_states, &routemap, &probs}) && can_count(num_experts) && can_be_size(padding_alignment, 1) &&
          can_be_size(override_buffer_size, -1) &&
          (tokens_per_expert.empty() || static_cast<int64_t>(tokens_per_expert.size()) == num_experts) &&
          std::all_of(tokens_per_expert.begin(), tokens_per_expert.end(), [](int count) { return count >= 0; });

@@ -98,8 +98,8 @@ struct Weights {
 paddle::Tensor sum_rows(const Target& target, const char* function, const paddle::Tensor& rows, const paddle::Tensor& token_rows,
                         const Weights& weights);
 
-// Contents of a line of token_rows after a token's rows: -1 to the end, as in a plan, or one -1 and then anything, as in a
-// cleaned rowmap.
+// Contents of a line of token_rows after a token's rows. kNones: -1 to the end, as in a plan. kAnything: one -1 and then
+// anything, as in a cleaned rowmap.
 enum class LineEnd { kNones, kAnything };
 
 // The gradients of sum_rows: d_rows [N, H], and d_weights in the shape of the weights. A null gradient is not computed. `rows`
@@ -125,8 +125,8 @@ Outputs sum_rows_double_backward(const Target& target, const char* function, con
 // Runs pmo_clean_rowmap_*, with a workspace if it needs one, and reports the findings of its checks.
 void clean_rowmap(const Target& target, const char* function, const Names& names, pmo_clean_rowmap_params* params);
 
-// The value of each slot's row, 0 if it has none: [T, K], or [T, num_experts] by the experts of the rows if `row_to_expert` is
-// given, which must have as many rows.
+// The value of each slot's row, 0 if it has none: [T, K]. With `row_to_expert`, which must have as many rows: [T, num_experts],
+// by the experts of the rows.
 paddle::Tensor gather_slots(const Target& target, const char* function, const paddle::Tensor& slot_to_row,
                             const paddle::Tensor& row_values, const paddle::Tensor* row_to_expert = nullptr,
                             int64_t num_experts = 0);

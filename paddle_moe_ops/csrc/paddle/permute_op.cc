@@ -34,7 +34,7 @@ Outputs permute(const Attributes& a, const paddle::Tensor& x, const paddle::opti
 bool fits(const paddle::Tensor& x, const paddle::Tensor& slot_to_row, const paddle::Tensor& token_rows,
           const paddle::Tensor& row_to_token) {
   return has_columns(x) && x.dtype() != paddle::DataType::INT32 && dtype_of(x, kFunction, "x") >= 0 &&
-         x.shape()[0] == dim(slot_to_row.shape(), 0) && are_together({&x, &slot_to_row, &token_rows, &row_to_token});
+         x.shape()[0] == dim(slot_to_row.shape(), 0) && are_on_one_device({&x, &slot_to_row, &token_rows, &row_to_token});
 }
 
 // permute without a scale, with zeros in padding rows.

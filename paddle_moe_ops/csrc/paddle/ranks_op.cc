@@ -65,10 +65,10 @@ Outputs rank_plan(const paddle::Tensor& ids, const paddle::Tensor& probs, const 
   p.token_rows = token_rows.data<int32_t>();
   p.dropped = dropped.data<int32_t>();
   p.routed = routed.data<int32_t>();
-  Outputs made = {token_rows, dropped, routed};
+  Outputs outputs = {token_rows, dropped, routed};
   if (by_row) {
-    made.push_back(target.empty_int32({p.num_ranks * rows_per_rank}));
-    p.row_to_token = made.back().data<int32_t>();
+    outputs.push_back(target.empty_int32({p.num_ranks * rows_per_rank}));
+    p.row_to_token = outputs.back().data<int32_t>();
   }
   paddle::Tensor workspace;
 #ifdef PMO_WITH_CUDA
@@ -79,7 +79,7 @@ Outputs rank_plan(const paddle::Tensor& ids, const paddle::Tensor& probs, const 
     p.workspace = workspace.data();
   }
   check_status(PMO_CALL(target, rank_plan, &p), kFunction);
-  return made;
+  return outputs;
 }
 
 // Allocates the outputs of rank_records and sets its params.
@@ -105,9 +105,9 @@ Outputs rank_records(const paddle::Tensor& records, int64_t topk, int64_t rows_p
                      int64_t num_experts) {
   const Target target(kFunction, {&records});
   pmo_rank_records_params p = {};
-  const Outputs made = prepare_records(target, records, topk, rows_per_rank, first_expert, num_experts, &p);
+  const Outputs outputs = prepare_records(target, records, topk, rows_per_rank, first_expert, num_experts, &p);
   check_status(PMO_CALL(target, rank_records, &p), kFunction);
-  return made;
+  return outputs;
 }
 
 // Address of the mark in the state of a barrier.
@@ -168,16 +168,18 @@ Outputs rank_barrier(const paddle::Tensor& arrived, const paddle::Tensor& peers,
 }
 
 // Waits until all ranks have written their records. Returns the calls of all ranks, the outputs of rank_records, and the ten
-// tensors of a plan of the ids. On a GPU that plan has rows for all slots, and work runs on the side stream: all outputs, and the
-// workspace, must live until rank_join. rank_join waits for all of it, or only for the outputs of rank_records: other barriers
-// may follow, and rows be received, during the routing.
+// tensors of a plan of the ids.
+//
+// On a GPU the plan has rows for all slots, and work runs on the side stream. All outputs, and the workspace, must live until
+// rank_join. It waits for all of them, or only for the outputs of rank_records: other barriers may follow, and rows be received,
+// during the routing.
 Outputs rank_arrivals(const paddle::Tensor& records, const paddle::Tensor& arrived, const paddle::Tensor& peers,
                       const paddle::Tensor& state, const paddle::Tensor& report, const std::vector<int>& call, int64_t timeout_ms,
                       int64_t topk, int64_t rows_per_rank, int64_t first_expert, int64_t num_experts) {
   static const std::vector<int> kNoCounts;
   const Target target(kFunction, {&records, &arrived, &peers, &state, &report});
   const SideStream side(target, mark_in(state));
-  const Target& aside = side.target();
+  const Target& side_target = side.target();
   pmo_rank_barrier_params barrier = {};
   Outputs outputs = {prepare_barrier(target, {arrived, peers, state, report, call, timeout_ms}, nullptr, 0, &barrier)};
   pmo_rank_records_params p = {};
@@ -189,15 +191,15 @@ Outputs rank_arrivals(const paddle::Tensor& records, const paddle::Tensor& arriv
     const int64_t room = target.is_gpu() ? p.num_ranks * rows_per_rank * std::min(topk, num_experts) : -1;
     const RouteAttributes attributes = {
         kFunction, {}, -1, num_experts, 1, room, kCountsFromRouting, kNoCounts, PMO_DUPLICATES_FIRST, 0};
-    const Outputs plan = routing.emplace(aside, attributes, record_outputs[0], nullptr, nullptr).outputs();
+    const Outputs plan = routing.emplace(side_target, attributes, record_outputs[0], nullptr, nullptr).outputs();
     outputs.insert(outputs.end(), plan.begin(), plan.end());
   };
   // On the side stream, memory freed before the fork may be reused, but no memory freed after it.
   if (target.is_gpu()) prepare_plan();
   side.fork();
   try {
-    check_status(PMO_CALL(aside, rank_barrier, &barrier), kFunction);
-    check_status(PMO_CALL(aside, rank_records, &p), kFunction);
+    check_status(PMO_CALL(side_target, rank_barrier, &barrier), kFunction);
+    check_status(PMO_CALL(side_target, rank_records, &p), kFunction);
     side.mark();
     if (!target.is_gpu()) prepare_plan();  // counts the ids
     routing->run();
@@ -311,8 +313,8 @@ Outputs rank_quantize(const paddle::Tensor& x, const paddle::Tensor& token_rows,
   require_dtype(window, paddle::DataType::FLOAT8_E4M3FN, kFunction, "the window");
   require_shape(window, {row_to_token.shape()[0], x.shape()[1]}, kFunction, "the window");
   require(window.is_contiguous(), kFunction, kNoMemory);
-  const Outputs made = quantize_rows(target, kFunction, x, {&token_rows, &row_to_token, 0}, {ue8m0, false, amax_min}, &window);
-  return {made[1]};
+  const Outputs outputs = quantize_rows(target, kFunction, x, {&token_rows, &row_to_token, 0}, {ue8m0, false, amax_min}, &window);
+  return {outputs[1]};
 }
 
 Outputs rank_put(const paddle::Tensor& row_values, const paddle::Tensor& window, int64_t rows_per_rank) {

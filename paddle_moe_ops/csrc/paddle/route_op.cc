@@ -17,8 +17,8 @@ PMO_ATTRIBUTES(Attributes, (int64_t, num_experts, num_experts), (int64_t, topk, 
                (int, counts_source, source), (std::vector<int>, tokens_per_expert, list), (int64_t, buffer_size, buffer),
                (int, duplicates, duplicates), (int, checks, checks));
 
-Outputs make_plan(const Attributes& a, const paddle::Tensor& routing, const paddle::Tensor* probs,
-                  const paddle::optional<paddle::Tensor>& counts) {
+Outputs build_plan(const Attributes& a, const paddle::Tensor& routing, const paddle::Tensor* probs,
+                   const paddle::optional<paddle::Tensor>& counts) {
   const Target target(kFunction, {&routing}, {probs, counts ? &*counts : nullptr});
   require((routing.dtype() == paddle::DataType::BOOL) == (a.topk >= 0), kFunction,
           "topk must be given with a mask, and only there");
@@ -34,19 +34,19 @@ Outputs make_plan(const Attributes& a, const paddle::Tensor& routing, const padd
                 a.duplicates,
                 a.checks},
                routing, probs, counts ? &*counts : nullptr);
-  const Outputs made = step.outputs();
+  const Outputs outputs = step.outputs();
   step.run();
-  return made;
+  return outputs;
 }
 
 Outputs route(const Attributes& a, const paddle::Tensor& routing, const paddle::optional<paddle::Tensor>& counts) {
-  return make_plan(a, routing, nullptr, counts);
+  return build_plan(a, routing, nullptr, counts);
 }
 
 Outputs route_with_probs(const Attributes& a, const paddle::Tensor& routing, const paddle::Tensor& probs,
                          const paddle::optional<paddle::Tensor>& counts) {
   require(probs.defined(), kFunction, "a required tensor is missing");
-  return make_plan(a, routing, &probs, counts);
+  return build_plan(a, routing, &probs, counts);
 }
 
 std::vector<Shape> plan_shapes(const Attributes& a, const Shape& routing, bool has_probs) {

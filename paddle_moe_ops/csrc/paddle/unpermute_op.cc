@@ -46,7 +46,7 @@ std::vector<paddle::DataType> unpermute_dtypes(const paddle::DataType& rows, con
 
 bool fits(const paddle::Tensor& rows, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token) {
   return has_columns(rows) && is_summed(rows) && rows.shape()[0] == dim(row_to_token.shape(), 0) &&
-         are_together({&rows, &token_rows, &row_to_token});
+         are_on_one_device({&rows, &token_rows, &row_to_token});
 }
 
 Outputs quick_unpermute(const paddle::Tensor& rows, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token) {
@@ -107,7 +107,7 @@ bool fits_weighted(const paddle::Tensor& rows, const paddle::Tensor& probs, cons
                    const paddle::Tensor& row_to_token, const paddle::Tensor& row_to_slot) {
   return fits(rows, token_rows, row_to_token) && probs.dtype() == paddle::DataType::FLOAT32 &&
          (probs.shape() == row_to_token.shape() || probs.shape() == token_rows.shape()) &&
-         are_together({&rows, &probs, &row_to_slot});
+         are_on_one_device({&rows, &probs, &row_to_slot});
 }
 
 Outputs quick_unpermute_weighted(const paddle::Tensor& rows, const paddle::Tensor& probs, const paddle::Tensor& token_rows,

@@ -47,7 +47,7 @@ void free_when_idle(const phi::Allocation& memory, Free free) {
     CurrentDevice current;
     current.set(memory.place().GetDeviceId(), kFunction);
     if (cudaDeviceSynchronize() == cudaSuccess) free();
-  } catch (const std::exception&) {  // the device cannot be made current
+  } catch (const std::exception&) {  // setting the current device failed
   }
 }
 

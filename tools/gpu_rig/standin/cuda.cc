@@ -1,10 +1,12 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// A stand-in for the GPU, so that the rig runs without one: a CUDA runtime whose device memory is host memory (garbage at first),
-// and entry points of the CUDA core that call the CPU's. It shows whether Paddle finds all kernels it needs on the device
-// `cuda_rig`. With two GPUs, it also shows whether the right one is current at a launch. It shows nothing about kernels or races.
-// Checks of data find nothing. It also implements the few driver functions by which tests change the current GPU.
+// A stand-in for the GPU, so that the rig runs without one. It is a CUDA runtime whose device memory is host memory (garbage at
+// first), with entry points of the CUDA core that call the CPU's.
+//
+// It shows whether Paddle finds all kernels it needs on the device `cuda_rig` and, with two GPUs, whether the right one is
+// current at a launch. It shows nothing about kernels or races, and checks of data find nothing. It also implements the few
+// driver functions by which tests change the current GPU.
 #include <cuda.h>
 #include <cuda_runtime.h>
 

@@ -33,7 +33,7 @@ typedef struct pmo_grouped_float8_params {
   const float* x_scales;        // [num_sources, inner / 128, rounded up]
   const void* matrix;           // codes [E, outer, inner], at a multiple of 16 bytes
   const float* matrix_scales;   // [E, outer / 128, rounded up, inner / 128, rounded up]
-  const int32_t* row_to_token;  // [M] or NULL: with GRADIENT, rows with a negative entry give zeros
+  const int32_t* row_to_token;  // [M] or NULL: with GRADIENT, rows with a negative entry produce zeros
   const float* weights;         // [M] or NULL
   const int32_t* first;         // [E]
   const int32_t* stop;          // [E]
