@@ -33,19 +33,19 @@ run. A line that runs may still be wrong; `make mutants` looks for faults that n
 """
 # Reasons why lines are excluded, by their file or folder.
 REASONS = {
-    "csrc/common/chunks.cc": "the report of a CUDA run, which the bindings of a CUDA build ask for",
-    "csrc/common/float8_checks.cc": "kernels for GPUs, which a CPU has no form of",
-    "csrc/common/grouped_checks.cc": "the kernel for Hopper, which a CPU has no form of",
-    "csrc/common/status.cc": "no memory is left for the text of an error",
-    "csrc/common/status.h": "the C++ library throws where nothing is expected to",
-    "csrc/cpu/pool.cc": "the system gives no more threads; two threads make the pool at once; exceptions pass",
-    "csrc/cpu/pool.h": "a task throws, which none does",
-    "csrc/cpu/quota.cc": "containers with a quota: `test_cpu_quota.py` compiles them into a program of its own",
+    "csrc/common/chunks.cc": "the report of a CUDA run, which only a CUDA build of the bindings calls",
+    "csrc/common/float8_checks.cc": "checks of kernels that only GPUs have",
+    "csrc/common/grouped_checks.cc": "checks of kernels that only Hopper GPUs have",
+    "csrc/common/status.cc": "out of memory for the text of an error",
+    "csrc/common/status.h": "an unexpected exception of the C++ library",
+    "csrc/cpu/pool.cc": "thread creation fails; two threads create the pool concurrently; clean-up after exceptions",
+    "csrc/cpu/pool.h": "an exception of a task",
+    "csrc/cpu/quota.cc": "containers with a quota: `test_cpu_quota.py` compiles these lines into a separate program",
     "csrc/cpu/row_kernels_avx512.cc": "the CPU of this run has no AVX-512",
-    "csrc/cpu/row_kernels_generic.cc": "choosing AVX-512; what `test_row_kernels.py` tests in a program of its own",
-    "csrc/cpu/streaming.cc": "caches that sysconf does not know, as on aarch64",
-    "csrc/cpu/unpermute.cc": "clean-up when an exception passes",
-    "backends/library.py": "products of the library on a GPU: `tests/ops/test_library_product.py`",
+    "csrc/cpu/row_kernels_generic.cc": "the choice of AVX-512; lines that `test_row_kernels.py` tests in a separate program",
+    "csrc/cpu/streaming.cc": "caches that sysconf does not report, as on aarch64",
+    "csrc/cpu/unpermute.cc": "clean-up after an exception",
+    "backends/matmul.py": "grouped GEMMs of the compiled library on a GPU: `tests/ops/test_library_product.py`",
     "integrations": "PaddleFormers: `tests/integrations`, in an environment of its own",
 }
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pytest plug-in that records the lines that each test reaches, or runs a list of tests, the fastest first.
 
-MUTANTS_RECORD=FILE writes a JSON object: "tests" are ids, "seconds" their times, "failed" the numbers of those that
-fail, and "reached" contains for every line ("path:number") the numbers of tests. It needs the variables of reach.py.
+MUTANTS_RECORD=FILE writes a JSON object: "tests" are ids, "seconds" their times, "failed" the numbers of failing ones.
+"reached" maps every line ("path:number") to the numbers of tests that reach it. It needs the variables of reach.py.
 MUTANTS_TESTS=FILE names a JSON list of ids.
 """
 

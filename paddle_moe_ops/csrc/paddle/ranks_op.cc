@@ -225,8 +225,8 @@ Outputs rank_join(const paddle::Tensor& state, bool waits_for_routing) {
 
 // Sets the fields common to rank_send and rank_receive, from a symmetric buffer.
 template <typename Params>
-void set_window(Params* p, const paddle::Tensor& rows, const paddle::Tensor& token_rows, const paddle::Tensor& arrived,
-                const paddle::Tensor& peers, int64_t num_ranks, int64_t rank, int64_t fetched) {
+void set_exchange(Params* p, const paddle::Tensor& rows, const paddle::Tensor& token_rows, const paddle::Tensor& arrived,
+                  const paddle::Tensor& peers, int64_t num_ranks, int64_t rank, int64_t fetched) {
   p->struct_size = sizeof(Params);
   require_rank(token_rows, 2, kFunction, "the map");
   require_dtype(token_rows, paddle::DataType::INT32, kFunction, "the map");
@@ -255,7 +255,7 @@ Outputs rank_send(const paddle::Tensor& x, const paddle::Tensor& token_rows, con
   const Target target(kFunction, {&x, &token_rows, &arrived, &peers});
   require_rank(x, 2, kFunction, "x");
   pmo_rank_send_params p = {};
-  set_window(&p, x, token_rows, arrived, peers, num_ranks, rank, fetched);
+  set_exchange(&p, x, token_rows, arrived, peers, num_ranks, rank, fetched);
   p.leaves_room = leaves_room;
   require_shape(x, {p.num_tokens, p.hidden}, kFunction, "x");
   const Matrix source(x);
@@ -284,7 +284,7 @@ Outputs rank_receive(const paddle::Tensor& token_rows, const paddle::Tensor& arr
   require(own.is_initialized() != to.is_initialized(), kFunction, kEither);
   const paddle::Tensor& given = own ? *own : *to;
   pmo_rank_receive_params p = {};
-  set_window(&p, given, token_rows, arrived, peers, num_ranks, rank, fetched);
+  set_exchange(&p, given, token_rows, arrived, peers, num_ranks, rank, fetched);
   require_shape(given, {own ? arrived.shape()[0] : p.num_tokens, p.hidden}, kFunction, "the rows");
   const Matrix source(given);
   const paddle::Tensor rows = dense(token_rows);
