@@ -42,10 +42,10 @@ REASONS = {
     "csrc/cpu/pool.h": "an exception of a task",
     "csrc/cpu/quota.cc": "containers with a quota: `test_cpu_quota.py` compiles these lines into a separate program",
     "csrc/cpu/row_kernels_avx512.cc": "the CPU of this run has no AVX-512",
-    "csrc/cpu/row_kernels_generic.cc": "the choice of AVX-512; lines that `test_row_kernels.py` tests in a separate program",
+    "csrc/cpu/row_kernels_generic.cc": "the choice of AVX-512; lines that `test_row_kernels.py` compiles separately",
     "csrc/cpu/streaming.cc": "caches that sysconf does not report, as on aarch64",
     "csrc/cpu/unpermute.cc": "clean-up after an exception",
-    "backends/matmul.py": "grouped GEMMs of the compiled library on a GPU: `tests/ops/test_library_product.py`",
+    "backends/triton_arrays.py": "calls of the compiled library on a GPU: `tests/ops/test_library_product.py`",
     "integrations": "PaddleFormers: `tests/integrations`, in an environment of its own",
 }
 
