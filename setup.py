@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the compiled operators, ``paddle_moe_ops._C``, through paddle.utils.cpp_extension.
 
-The metadata is in pyproject.toml. Paddle's build prints a compile error and goes on, which can end in an old
-library with exit code 0, and it leaves object files in the wheel. The commands below delete what an earlier
-build left, fail when a source fails, keep objects in build/objects (a source is compiled again when it, a
-header it includes or the command changed), and record what the library was built with.
+The metadata is in pyproject.toml. Paddle's build prints a compile error and continues, which can end in an old
+library with exit code 0, and it leaves object files in the wheel. The commands below delete files of an earlier
+build, fail if a source fails, and record versions and flags of the build. They keep objects in build/objects: a
+source is compiled again if it, a header it includes or the command changed.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ CSRC = Path("paddle_moe_ops/csrc")
 OBJECTS = ROOT / "build" / "objects"
 LIBRARY_FILES = ("_C.so", CHECK["LIBRARY_NAME"], "_C.py", CHECK["INFO_NAME"], "version.txt")
 
-# Sums are the same bits everywhere: an FMA only where the source says so, and no fast math.
+# Sums are the same bits on every machine: FMAs only where the source writes them, and no fast math.
 CXX_FLAGS = ["-O3", "-g0", "-std=c++17", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
-# Paddle's headers then leave out pybind11, which nothing here uses and which takes half of the time to compile.
+# Paddle's headers then omit pybind11, which no source uses and which takes half of the compile time.
 PADDLE_FLAGS = ["-DPADDLE_NO_PYTHON"]
 NVCC_FLAGS = ["-O3", "-std=c++17", "-fmad=false", "-Xcompiler", "-ffp-contract=off"]
 
-# Device code per architecture, and the first nvcc that knows it. Code for sm_XY also runs on later sm_X*.
+# Device code per architecture, and the first nvcc that supports it. Code for sm_XY also runs on later sm_X*.
 CUDA_ARCHITECTURES = (
     (80, (11, 0)),
     (86, (11, 1)),
@@ -77,7 +77,7 @@ def sources_in(*patterns: str) -> list[str]:
 
 
 def nvcc_path() -> str | None:
-    """nvcc as Paddle's build will call it."""
+    """Return the path of nvcc that Paddle's build calls, or None."""
     home = cpp_extension.cpp_extension.CUDA_HOME
     return shutil.which(str(Path(home) / "bin" / "nvcc")) if home else None
 
@@ -91,16 +91,19 @@ def nvcc_version(nvcc: str) -> tuple[int, int]:
 
 
 def gencode_flags(version: tuple[int, int]) -> list[str]:
-    """Device code for every architecture this nvcc knows, and PTX of the newest for those to come."""
+    """Return flags for device code of every architecture that this nvcc supports, and for PTX of the newest one."""
     known = [architecture for architecture, first in CUDA_ARCHITECTURES if version >= first]
-    # 9.0 is the only capability of its generation, so code for all of its instructions runs wherever other code does.
+    # 9.0 is the only capability of its generation, so sm_90a code runs wherever sm_90 code does.
     names = ["90a" if a == 90 and version >= (12, 0) else str(a) for a in known]
     flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in names]
     return [*flags, f"-gencode=arch=compute_{known[-1]},code=compute_{known[-1]}"]
 
 
 def choose_cuda() -> tuple[bool, str]:
-    """Whether the CUDA sources are compiled, and why. A CUDA build of Paddle gets none only if asked to."""
+    """Return whether the CUDA sources are compiled, and the reason.
+
+    Under a CUDA build of Paddle only PADDLE_MOE_OPS_CUDA=0 skips them.
+    """
     asked = os.environ.get("PADDLE_MOE_OPS_CUDA", "")
     if asked not in ("", "0", "1"):
         raise SystemExit(f"paddle_moe_ops: PADDLE_MOE_OPS_CUDA must be 0 or 1, but got {asked!r}")
@@ -126,7 +129,7 @@ def choose_cuda() -> tuple[bool, str]:
 
 
 def version_with_paddle() -> str:
-    """The version of what is built here: a library fits one minor version of Paddle, so the version names it."""
+    """Return the version of the wheel: a library fits one minor version of Paddle, so the version names it."""
     asked = os.environ.get("PADDLE_MOE_OPS_LOCAL_VERSION", "")
     if asked and not re.fullmatch(r"[a-z0-9]+(\.[a-z0-9]+)*", asked):
         raise SystemExit(
@@ -137,14 +140,14 @@ def version_with_paddle() -> str:
 
 
 def local_version() -> str:
-    """Such as ``paddle33.cpu`` or ``paddle33.cu126``: what the library has kernels for, and Paddle's minor version."""
+    """Return Paddle's minor version and the kind of kernels, such as ``paddle33.cpu`` or ``paddle33.cu126``."""
     major, minor = paddle.version.full_version.split(".")[:2]
     kernels = f"cu{paddle.version.cuda().replace('.', '')}" if USE_CUDA else "cpu"
     return f"paddle{major}{minor}.{kernels}"
 
 
 def strict_compiler(base: type) -> type:
-    """``base``, a compiler class, that skips objects that are up to date and links only when all compiled."""
+    """Return a subclass of the compiler class ``base`` that skips up-to-date objects and links only if all compiled."""
 
     class StrictCompiler(base):
         # Shared on purpose: Paddle compiles on copies of the compiler, one per source.
@@ -174,7 +177,7 @@ def strict_compiler(base: type) -> type:
 
 
 def up_to_date(obj: Path, depend: Path, stamp: Path, command: str) -> bool:
-    """Whether ``obj`` was made by this command from the files listed in ``depend`` as they are now."""
+    """Return whether ``obj`` was compiled by ``command`` from the current files listed in ``depend``."""
     if not (obj.exists() and depend.exists() and stamp.exists()) or stamp.read_text(encoding="utf-8") != command:
         return False
     _, _, listed = depend.read_text(encoding="utf-8").partition(": ")
@@ -184,7 +187,7 @@ def up_to_date(obj: Path, depend: Path, stamp: Path, command: str) -> bool:
 
 
 class BuildOperators(PaddleBuild):
-    """Paddle's build_ext, made strict."""
+    """A strict form of Paddle's build_ext."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -192,7 +195,7 @@ class BuildOperators(PaddleBuild):
             return
         # An absolute folder keeps the objects out of build_lib, and so out of the wheel.
         self.build_temp = str(OBJECTS)
-        # Objects are made anew where their sources changed; the library is always linked anew.
+        # Recompile objects whose sources changed; always link the library again.
         self.force = True
 
     def run(self) -> None:
@@ -205,11 +208,11 @@ class BuildOperators(PaddleBuild):
                 (folder / name).unlink(missing_ok=True)
         super().run()
         for folder in folders:
-            (folder / "version.txt").unlink(missing_ok=True)  # Paddle's note to itself, of no use in a wheel
+            (folder / "version.txt").unlink(missing_ok=True)  # written by Paddle's build, of no use in a wheel
         target = folders[-1]
         library = target / CHECK["LIBRARY_NAME"]
         if (target / "_C.so").exists():
-            # Python would take _C.so for an extension module; some versions of Paddle rename it later, some never.
+            # Python would import _C.so as an extension module; some versions of Paddle rename it later, some never.
             (target / "_C.so").replace(library)
         if not library.exists():
             raise CompileError(f"the build ended without {library}")
@@ -225,7 +228,7 @@ class BuildOperators(PaddleBuild):
                 f"paddle_moe_ops: the C++ compiler was not found ({', '.join(missing)}); install g++ "
                 "(Debian, Ubuntu: apt-get install g++) or name another compiler in CC and CXX"
             )
-        # Paddle's headers include it, and Paddle's build looks for it there.
+        # Paddle's headers include it, and Paddle's build searches for it in that folder.
         header = Path(sysconfig.get_path("include", "posix_prefix")) / "Python.h"
         if not header.is_file():
             raise SystemExit(
@@ -236,7 +239,7 @@ class BuildOperators(PaddleBuild):
         super().build_extensions()
 
     def _library_folders(self) -> list[Path]:
-        """Where this build puts library files; the last is where the library ends up."""
+        """Return the folders that this build writes library files to; the last one is the library's final folder."""
         folders = [Path(self.build_lib) / "paddle_moe_ops"]
         return [*folders, ROOT / "paddle_moe_ops"] if self.inplace else folders
 
@@ -268,7 +271,7 @@ class BuildOperators(PaddleBuild):
 
 
 class CleanWheel(bdist_wheel):
-    """bdist_wheel that starts from an empty build folder, so that no file of an earlier build gets in."""
+    """A bdist_wheel that starts from an empty build folder, so that the wheel contains no file of an earlier build."""
 
     def run(self) -> None:
         shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
@@ -276,7 +279,7 @@ class CleanWheel(bdist_wheel):
 
 
 class PlainSource(sdist):
-    """sdist whose version names no Paddle: sources serve any."""
+    """An sdist whose version names no Paddle: sources fit any supported one."""
 
     def finalize_options(self) -> None:
         self.distribution.metadata.version = VERSION
@@ -285,7 +288,7 @@ class PlainSource(sdist):
 
 def operators_extension() -> setuptools.Extension:
     sources = sources_in("common/*.cc", "cpu/*.cc", "paddle/*.cc")
-    # Messages name source files: by the same relative path on every machine that builds.
+    # Messages name source files by the same relative path on every build machine.
     folders = (ROOT, Path(paddle.__file__).parents[1])
     relative_paths = [f"-ffile-prefix-map={folder}=." for folder in folders]
     arguments: dict[str, Any] = {
@@ -296,7 +299,7 @@ def operators_extension() -> setuptools.Extension:
     }
     if not USE_CUDA:
         extension = cpp_extension.CppExtension(sources, **arguments)
-        # Paths of the build machine do not belong in the library; Paddle is loaded when the operators are.
+        # The library must not contain paths of the build machine; Paddle is loaded before the operators.
         extension.runtime_library_dirs = ["$ORIGIN/../paddle/base", "$ORIGIN/../paddle/libs"]
         return extension
     arguments["extra_compile_args"]["cxx"].append("-DPMO_WITH_CUDA")
@@ -306,7 +309,7 @@ def operators_extension() -> setuptools.Extension:
 
 COMMANDS = {"build_ext": BuildOperators, "bdist_wheel": CleanWheel, "sdist": PlainSource}
 if paddle is None:
-    # Metadata and the source distribution need no Paddle; build_ext says what is missing.
+    # Metadata and the source distribution need no Paddle; build_ext reports that it is missing.
     extension = setuptools.Extension("paddle_moe_ops._C", [])
     setuptools.setup(version=VERSION, ext_modules=[extension], cmdclass=COMMANDS)
 else:

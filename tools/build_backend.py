@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The build backend: setuptools. Where it is missing, as in a new environment of Python 3.12, one line says so."""
+"""The build backend: setuptools. If it is missing, as in a new environment of Python 3.12, one line reports it."""
 
 try:
     from setuptools.build_meta import *  # noqa: F403

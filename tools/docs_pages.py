@@ -3,7 +3,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the generated pages of the site, and their pictures, from benchmarks/results: ``docs_pages.py [PAGE ...]``.
 
-`make docs` runs it before MkDocs, which takes the pages from build/pages (tools/docs_site.py). Neither Paddle nor a
+`make docs` runs it before MkDocs, which reads the pages from build/pages (tools/docs_site.py). Neither Paddle nor a
 build of the package is needed.
 """
 
@@ -35,7 +35,7 @@ def coverage(path: Path) -> None:
 
 
 def gpu_validation(path: Path) -> None:
-    """Write the page about runs on GPUs. Open points are on the page; they are no errors of the site."""
+    """Write the page about runs on GPUs. The page lists open points; they are no errors of the site."""
     tool = runpy.run_path(str(ROOT / "tools" / "gpu_rig" / "report.py"))
     path.write_text(tool["page"](tool["load"]()), encoding="utf-8")
 

@@ -3,8 +3,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes pictures of the documentation site in a browser, wide and on a phone, light and dark, and checks every page.
 
-`make docs-pictures` writes them to build/site_pictures. A page fails that is wider than a phone's screen, that has a
-picture which does not load, or a link to nothing. The browser is Chromium: that of the system, else Playwright's own.
+`make docs-pictures` writes them to build/site_pictures. A page fails if it is wider than a phone's screen,
+if a picture does not load, or if a link is dead. The browser is Chromium: the system's, or else Playwright's own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ANCHORS = "[...document.querySelectorAll('[id], a[name]')].map(each => each.id |
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Serves files and says nothing about it."""
+    """A request handler that serves files without logging."""
 
     def log_message(self, *arguments: object) -> None:
         pass
@@ -84,7 +84,7 @@ def take(browser: Browser, address: str, names: list[str]) -> None:
 
 
 def faults_of_pages(browser: Browser, address: str) -> Iterator[str]:
-    """What is wrong with pages on a phone, in words."""
+    """Return messages about faults of pages on a phone."""
     page = open_page(browser, *SCREENS["phone"], "light")
     anchors: dict[str, set[str]] = {}
     links: dict[str, list[str]] = {}
@@ -100,7 +100,7 @@ def faults_of_pages(browser: Browser, address: str) -> Iterator[str]:
         for link in dict.fromkeys(found):
             url, anchor = urldefrag(link)
             target = unquote(url.removeprefix(address))
-            if not url.startswith(address) or not target:  # another site's, or the home of this one
+            if not url.startswith(address) or not target:  # a link to another site, or to the home of this one
                 continue
             if not (SITE / target).is_file() or (anchor and unquote(anchor) not in anchors.get(target, {anchor})):
                 yield f"{name}: there is no {target}{'#' if anchor else ''}{anchor}"

@@ -1,9 +1,9 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of the documentation site (mkdocs.yml): files of the root and of build/pages become pages, and links fit.
+"""Hooks of the documentation site (mkdocs.yml): adds pages of the root and of build/pages, and rewrites links.
 
-GitHub shows docs/ without the generated pages. Texts there name such a page by its title in the navigation, emphasised:
-``*Coverage*``. On the site that is a link.
+GitHub shows docs/ without the generated pages. Texts in docs/ name such a page by its title in the navigation,
+emphasised: ``*Coverage*``. On the site that is a link.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Mend the links of pages in docs/."""
+    """Rewrite the links of pages in docs/ for the site."""
     if page.file.generated_by is not None:
         return markdown
     folder = Path(page.file.abs_src_path).parent
@@ -50,7 +50,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    """Keep short cells of tables on one line. Docstrings announce code as reStructuredText does, with two colons."""
+    """Keep short cells of tables on one line. Docstrings introduce code with two colons, as in reStructuredText."""
     return _SHORT.sub(r'<\1 class="short">\2</\1>', html).replace("::</p>", ":</p>")
 
 
@@ -73,11 +73,11 @@ def with_titles(markdown: str, titles: dict[str, str]) -> str:
 
 
 def with_links(markdown: str, folder: Path) -> str:
-    """Links to pages of the site, and the names of files that are not on it.
+    """Return the text with links to pages of the site, and names of files that are not on it.
 
     Args:
         markdown: the text.
-        folder: what its links start from.
+        folder: the folder that its links are relative to.
     """
 
     def mended(found: re.Match[str]) -> str:

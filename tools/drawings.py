@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw the pictures of the guides: ``python tools/drawings.py`` writes docs/drawings/*.svg.
 
-The same source gives the same bytes. tests/packaging/test_drawings.py compares the numbers with those that `route`
-makes, and the files with those that are committed. A drawing brings its own card, whose colours follow the reader's
-colour scheme: it is readable on a page of either colour, even where page and scheme differ.
+The same source gives the same bytes. tests/packaging/test_drawings.py compares the numbers with the outputs of
+`route`, and the files with the committed ones. A drawing has its own card, whose colours follow the reader's colour
+scheme. So it is readable on a page of either colour, even if page and scheme differ.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from xml.sax.saxutils import escape
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "drawings"
 
-# ---- the example of docs/concepts.md, and what `route` makes of it
+# ---- the example of docs/concepts.md, and the outputs of `route` for it
 
 NUM_EXPERTS = 3
 IDS = ((0, 2), (2, -1), (1, 0))
@@ -34,7 +34,7 @@ OVERFLOW = 1
 MASK = ((True, False, True), (False, False, True), (True, True, False))
 ROW_ID_MAP = ((3, 0, -1, 2, 0, -1, 2), (4, -1, -1, 2, -1, -1, 1), (2, 1, -1, 1, 0, -1, 2))
 
-# Of a plan's maps: what leads where, and their shapes.
+# Source, target and shape of each map of a plan.
 MAPS = {
     "token_rows": ("tokens", "rows", "[T, K]"),
     "row_to_token": ("rows", "tokens", "[N]"),
@@ -84,10 +84,10 @@ _TOKENS = "".join(
 
 
 class Drawing:
-    """Shapes on a card, WIDTH wide.
+    """A drawing: shapes on a card, WIDTH wide.
 
     Args:
-        title: what it shows, for readers who don't see it.
+        title: description, for readers who don't see it.
         height: of the card.
     """
 
@@ -97,19 +97,19 @@ class Drawing:
         self.shapes: list[str] = []
 
     def text(self, x: float, y: float, text: str, classes: str = "") -> None:
-        """A line of text; y is its base line."""
+        """Add a line of text; y is its base line."""
         kind = f' class="{classes}"' if classes else ""
         self.shapes.append(f'<text x="{x:g}" y="{y:g}"{kind}>{escape(text)}</text>')
 
     def box(self, x: float, y: float, width: float, height: float, text: str, kind: str = "plain") -> None:
-        """A rectangle with its text in the middle; kind: plain, none, gone or t and a token."""
+        """Add a rectangle with its text in the middle; kind: plain, none, gone or t and a token."""
         size = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
         self.shapes.append(f'<rect {size} rx="4" class="{kind}"/>')
         if text:
             self.text(x + width / 2, y + height / 2 + 5, text, "middle")
 
     def arrow(self, x: float, y: float, to_x: float, to_y: float, kind: str = "", *, down: bool = False) -> None:
-        """A bow from one point to another, with its head at the end; it begins and ends to the right, or down."""
+        """Add a curved arrow from one point to another, with its head at the end; both ends point right, or down."""
         tag = f' class="{kind}"' if kind else ""
         head = 7.0
         if down:
@@ -125,19 +125,19 @@ class Drawing:
         self.lines.append(f'<polygon{tag} points="{points}"/>')
 
     def bracket(self, x: float, y: float, width: float, text: str) -> None:
-        """A bracket below what is above y, with its text."""
+        """Add a bracket at y, with its text below."""
         self.lines.append(f'<path d="M{x + 2:g} {y:g} v6 h{width - 4:g} v-6"/>')
         self.text(x + width / 2, y + 22, text, "note middle")
 
     def cells(self, x: float, y: float, width: float, tokens: Sequence[int]) -> None:
-        """Rows side by side: their numbers, below them the token of each; -1 is padding."""
+        """Add rows side by side: their numbers, below them the token of each; -1 is padding."""
         for row, token in enumerate(tokens):
             self.text(x + (row + 0.5) * width, y - 6, str(row), "note middle")
             kind, text = ("none", "0") if token < 0 else (f"t{token}", f"t{token}")
             self.box(x + row * width + 1, y, width - 2, 30, text, kind)
 
     def svg(self) -> str:
-        """The file's text."""
+        """Return the text of the file."""
         size = f'width="{WIDTH}" height="{self.height}" viewBox="0 0 {WIDTH} {self.height}"'
         card = f'<rect x="0.7" y="0.7" width="{WIDTH - 1.4:g}" height="{self.height - 1.4:g}" rx="8"/>'
         notice = "<!-- Copyright 2026 The paddle_moe_ops authors\n     SPDX-License-Identifier: Apache-2.0\n"
@@ -155,13 +155,13 @@ class Drawing:
 
 
 def segments(experts: Sequence[int]) -> Iterable[tuple[int, int, int]]:
-    """Of rows in expert order: each expert with its first row and its number of rows."""
+    """Yield each expert of rows in expert order, with its first row and its number of rows."""
     for expert in sorted(set(experts)):
         yield expert, experts.index(expert), experts.count(expert)
 
 
 def tokens_slots_rows() -> Drawing:
-    """Three columns: a token's slots, and the row of each slot."""
+    """Draw three columns: a token's slots, and the row of each slot."""
     drawing = Drawing("Three tokens, their six slots, and the five rows of three experts", 322)
     for x, text in ((56, "tokens"), (202, "slots"), (400, "rows")):
         drawing.text(x, 28, text, "head middle")
@@ -189,7 +189,7 @@ def tokens_slots_rows() -> Drawing:
 
 
 def padding_and_buffer() -> Drawing:
-    """Three strips of rows: as they are, padded, and in a buffer that is too small."""
+    """Draw three strips of rows: as they are, padded, and in a buffer that is too small."""
     drawing = Drawing("The rows of three experts: as they are, with padding, and in a buffer of fixed size", 404)
     x, width = 18.0, 37.0
 
@@ -214,7 +214,7 @@ def padding_and_buffer() -> Drawing:
 
 
 def plan_maps() -> Drawing:
-    """Tokens, slots, rows and experts as boxes, and the maps between them as arrows."""
+    """Draw tokens, slots, rows and experts as boxes, and the maps between them as arrows."""
     drawing = Drawing("The maps of a plan between tokens, slots, rows and experts", 388)
     places = {"tokens": (16, 40), "slots": (248, 40), "rows": (16, 178), "experts": (16, 316)}
     for name, classes in (("tokens", "t0"), ("slots", "t1"), ("rows", "t2"), ("experts", "t3")):
@@ -238,7 +238,7 @@ def plan_maps() -> Drawing:
 
 
 def _labelled(drawing: Drawing, x: float, ends: tuple[float, float], name: str, shape: str) -> None:
-    """A vertical arrow with the name and the shape of a map beside it."""
+    """Add a vertical arrow, with the name and the shape of a map next to it."""
     drawing.arrow(x, ends[0], x, ends[1], down=True)
     middle = sum(ends) / 2
     drawing.text(x + 8, middle - 4, name, "code")
@@ -246,7 +246,7 @@ def _labelled(drawing: Drawing, x: float, ends: tuple[float, float], name: str, 
 
 
 def mask_maps() -> Drawing:
-    """A mask, the map that is made of it, and the rows that the map's numbers are."""
+    """Draw a mask, its row_id_map, and the rows that the map names."""
     drawing = Drawing("A mask of tokens and experts, its row_id_map, and the rows", 322)
     cell, left, right = 34.0, 66.0, 210.0
     drawing.text(left, 26, "mask [T, E]", "code")
@@ -276,7 +276,7 @@ def mask_maps() -> Drawing:
 
 
 def expert_parallelism() -> Drawing:
-    """Two ranks, from their tokens at the top to the sums of these tokens at the bottom."""
+    """Draw two ranks, from their tokens at the top to the sums of these tokens at the bottom."""
     drawing = Drawing("Two ranks: tokens are dispatched, become rows of local experts, and are combined", 520)
     lefts, span = (98.0, 290.0), 174.0
     owned = [tuple(rank * len(ids) + token for token in range(len(ids))) for rank, ids in enumerate(RANK_IDS)]
@@ -290,7 +290,7 @@ def expert_parallelism() -> Drawing:
         drawing.text(14, y, text, "head" if text in ("dispatch", "plan", "products", "combine") else "note")
 
     def boxes(y: float, tokens: Sequence[int], left: float) -> dict[int, float]:
-        """Boxes of tokens in a line; the middle of each."""
+        """Add boxes of tokens in a line; return the middle of each."""
         width = span / len(tokens)
         middles = {token: left + (place + 0.5) * width for place, token in enumerate(tokens)}
         for token, middle in middles.items():
@@ -337,7 +337,7 @@ def write(folder: Path) -> None:
     """Write all drawings.
 
     Args:
-        folder: where they go; it is made if need be.
+        folder: target folder, created if it does not exist.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, draw in DRAWINGS.items():

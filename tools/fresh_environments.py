@@ -5,12 +5,12 @@
 
     tools/fresh_environments.py [--pythons "python3.10 /opt/python3.13/bin/python3"] [--paddles "3.2.2 3.3.1"]
 
-An environment is `python -m venv` and a copy of this checkout without anything built. In it run the lines of the
-README's install section as they stand; a constraint for pip picks the version of Paddle. Then the README's programs
-run in the checkout and in another folder. Each environment takes a few minutes, most of them for the compiler.
+An environment is `python -m venv` and a copy of this checkout without build outputs. It runs the lines of the
+README's install section unchanged; a constraint for pip picks the version of Paddle. Then the README's programs
+run in the checkout and in another folder. Each environment takes a few minutes, mostly to compile.
 
-What ran is written to benchmarks/results/environments.jsonl, a line for each minor version of Python with each Paddle,
-and docs/compatibility.md is made of that file; with --page nothing else is done.
+Results are written to benchmarks/results/environments.jsonl, a line for each minor version of Python with each Paddle.
+docs/compatibility.md is generated from that file; with --page nothing else runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ of that commit's README and `python -m paddle_moe_ops selftest` ran. [support.md
 
 
 class StepError(Exception):
-    """A step that did not do what it should; the text says which and shows its output."""
+    """A failed step; the text names it and shows its output."""
 
 
 def main() -> int:
@@ -82,7 +82,7 @@ def main() -> int:
 
 
 def version_of(python: str) -> str | None:
-    """The version of an interpreter, or None if there is none of that name."""
+    """Return the version of an interpreter, or None if none has that name."""
     try:
         done = subprocess.run([python, "-V"], check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError):
@@ -91,7 +91,7 @@ def version_of(python: str) -> str | None:
 
 
 def circumstances() -> dict[str, str]:
-    """Where and when a run took place, and of which sources."""
+    """Return system, date and commit of a run."""
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, check=True, capture_output=True, text=True
     )
@@ -104,7 +104,7 @@ def circumstances() -> dict[str, str]:
 
 
 def record(result: dict[str, Any]) -> None:
-    """Adds a result to the file, in place of an older one of the same minor version of Python and the same Paddle."""
+    """Add a result to the file, replacing an older one of the same minor version of Python and the same Paddle."""
 
     def combination(each: dict[str, Any]) -> tuple[list[int], list[int]]:
         return numbers(each["python"])[:2], numbers(each["paddle"])
@@ -125,7 +125,7 @@ def numbers(version: str) -> list[int]:
 
 
 def page(results: list[dict[str, Any]]) -> str:
-    """The text of docs/compatibility.md."""
+    """Return the text of docs/compatibility.md."""
     lines = ["| Python | Paddle | result | system | commit | date |", "|---|---|---|---|---|---|"]
     lines += [
         f"| {each['python']} | {each['paddle']} | {'passed' if each['passed'] else '**failed**'} "
@@ -140,10 +140,10 @@ def write_page() -> None:
 
 
 def check_environment(python: str, paddle: str) -> None:
-    """Everything that the README promises, with one Python and one Paddle.
+    """Run the README's commands and programs with one Python and one Paddle.
 
     Raises:
-        StepError: something went wrong.
+        StepError: a step failed.
     """
     with tempfile.TemporaryDirectory(prefix="fresh-environment-") as name:
         folder = Path(name)
@@ -192,7 +192,7 @@ def check_environment(python: str, paddle: str) -> None:
 
 
 def copy_checkout(target: Path) -> None:
-    """The files that git knows or would add, as they are now."""
+    """Copy the current files that git tracks or would add."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, listed.split("\0")):
@@ -202,18 +202,18 @@ def copy_checkout(target: Path) -> None:
 
 
 def install_lines() -> str:
-    """The commands of the README's install section."""
+    """Return the commands of the README's install section."""
     section = README.partition("\n## Install\n")[2].partition("\n## ")[0]
     return "\n".join(re.findall(r"^    (\S.*)$", section, re.MULTILINE))
 
 
 def programs() -> list[str]:
-    """The README's quick start, and its program with Paddle's pair of functions."""
+    """Return the README's quick start, and its program with Paddle's pair of functions."""
     return re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def router_learns(line: str) -> bool:
-    """Whether a line of the quick start ends with a gradient of the router that is a number above 0."""
+    """Return whether a line of the quick start ends with a finite gradient of the router above 0."""
     return 0 < float(line.rpartition(" ")[2]) < math.inf
 
 

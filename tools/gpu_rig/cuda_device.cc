@@ -1,11 +1,10 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// A Paddle custom-device plug-in that presents NVIDIA GPUs to the CPU build of Paddle as
-// CustomPlace("cuda_rig", i): device memory, copies, streams and events through the CUDA runtime.
-// Compiled custom ops and Triton kernels run on the device memory directly; operators of Paddle's own run on the CPU
-// (host_kernels.cc), and collectives over NCCL (nccl_collectives.cc). Put the built library (see the Makefile) in a folder and
-// set CUSTOM_DEVICE_ROOT to that folder before importing paddle.
+// A Paddle custom-device plug-in that presents NVIDIA GPUs to the CPU build of Paddle as CustomPlace("cuda_rig", i): device
+// memory, copies, streams and events through the CUDA runtime. Compiled custom ops and Triton kernels run on the device memory
+// directly. Paddle's own operators run on the CPU (host_kernels.cc), and collectives over NCCL (nccl_collectives.cc). Put the
+// built library (see the Makefile) in a folder and set CUSTOM_DEVICE_ROOT to that folder before importing paddle.
 #include <cuda_runtime.h>
 
 #include <cstdio>
@@ -81,7 +80,7 @@ C_Status Copy(const C_Device, void* dst, const void* src, size_t size) {
 C_Status CopyOnDeviceAsync(const C_Device, C_Stream s, void* dst, const void* src, size_t size) {
   RIG_RETURN(cudaMemcpyAsync(dst, src, size, cudaMemcpyDeviceToDevice, Stream(s)));
 }
-// Paddle's executor copies to and from the host on streams of their own, and does not make those wait for the operators'.
+// Paddle's executor copies to and from the host on streams of its own, which do not wait for the operators' streams.
 template <cudaMemcpyKind kind>
 C_Status CopyAndWait(const C_Device device, C_Stream, void* dst, const void* src, size_t size) {
   return Copy<kind>(device, dst, src, size);

@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// What the parts of a custom-device plug-in know of each other. There are two devices: "cuda_rig" (cuda_device.cc,
+// Interface between the parts of a custom-device plug-in. There are two devices: "cuda_rig" (cuda_device.cc,
 // nccl_collectives.cc), and "stub_rig" of tests/distributed. They share the kernels (host_kernels.cc).
 #pragma once
 
@@ -14,11 +14,11 @@ namespace rig {
 // The name of the device.
 extern const char kDeviceType[];
 
-// Copies between the host and the device after what the stream does before, and waits for it.
+// Copies between the host and the device after earlier work of the stream, and waits for the copy.
 C_Status CopyToHost(void* host, const void* device, size_t bytes, void* stream);
 C_Status CopyToDevice(void* device, const void* host, size_t bytes, void* stream);
 
-// Fills the slots of the collectives.
+// Sets the function pointers of the collectives.
 void SetCollectives(C_DeviceInterface* device);
 
 }  // namespace rig

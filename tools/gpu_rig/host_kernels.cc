@@ -1,10 +1,10 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The kernels of Paddle's own that the tests need on a custom device; the CPU computes them (host_kernels.h).
+// Paddle's own kernels that the tests need on a custom device; the CPU computes them (host_kernels.h).
 //
-// Paddle by itself computes on the CPU what has no kernel on the device, but not everywhere: gradients that it adds up and values
-// that it passes on inside a program stay on the CPU then, and kernels that it asks for by name must be there.
+// Paddle itself falls back to the CPU for kernels that the device lacks, but not everywhere. Sums of gradients and values passed
+// inside a program then stay on the CPU, and kernels requested by name must exist.
 #include "host_kernels.h"
 
 #include "paddle/phi/kernels/abs_grad_kernel.h"
@@ -115,7 +115,7 @@ template <typename T, typename Context>
 void RigShareData(const Context& dev_ctx, const DenseTensor& x, DenseTensor* out);
 }  // namespace phi
 
-// KERNEL(name, function): Paddle's name of the kernel, and the declaration that tells its arguments.
+// KERNEL(name, function): Paddle's name of the kernel, and a declaration with its arguments.
 #define RIG_KERNELS(KERNEL)                              \
   KERNEL(abs, AbsKernel)                                 \
   KERNEL(abs_grad, AbsGradKernel)                        \
@@ -270,7 +270,7 @@ void Register() {
                    DataType::FLOAT8_E4M3FN, DataType::FLOAT8_E5M2>();
 }
 
-// When the library is loaded; Paddle then collects what is registered.
+// Registers kernels when the library is loaded; Paddle then collects them.
 [[maybe_unused]] const bool kRegistered = [] {
 #define RIG_REGISTER(name, function) Register<name_of_##name, decltype(&phi::function<float, phi::CPUContext>)>();
   RIG_KERNELS(RIG_REGISTER)

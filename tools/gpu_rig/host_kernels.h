@@ -1,13 +1,14 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Makes a kernel for the custom device of a CPU kernel of Paddle: inputs to the host, the CPU kernel, outputs back.
+// A kernel for the custom device from a CPU kernel of Paddle: copies inputs to the host, runs the CPU kernel, copies outputs
+// back.
 //
-// What is copied is the whole memory block behind a tensor, once per call, and its image on the host has the block's size. So
-// strides, offsets, views and outputs that share memory with an input mean the same on both sides, and need no code of their own.
+// Copies move whole memory blocks of tensors, once per call; an image on the host has the block's size. So strides, offsets,
+// views and outputs that share memory with an input are the same on both sides, and need no code of their own.
 //
 // Paddle's CPU has no float16 or bfloat16 form of some kernels (`add`, `matmul`). The float32 form computes those, and its result
-// is rounded once, as a GPU kernel's is.
+// is rounded once, like that of a GPU kernel.
 #pragma once
 
 #include <algorithm>
@@ -49,13 +50,14 @@ inline void Cast(const phi::DenseTensor& from, phi::DenseTensor* to, phi::DataTy
   FindCpuKernel("cast", from.dtype())->GetVariadicKernelFn<Function>()(CpuContext(), from, dtype, to);
 }
 
-// The host side of one kernel call. Tensors of the dtype `widened` are float32 for the CPU kernel; UNDEFINED: there are none.
+// The host side of one kernel call. Tensors of the dtype `widened` are float32 for the CPU kernel; UNDEFINED: no tensor is
+// widened.
 class HostCall {
  public:
   HostCall(const phi::CustomContext& context, phi::DataType widened, bool writes)
       : context_(context), widened_(widened), writes_(writes) {}
 
-  // ---- what the CPU kernel gets for an argument of the device kernel
+  // ---- argument of the CPU kernel for an argument of the device kernel
 
   const phi::DenseTensor& Argument(const phi::DenseTensor& tensor) { return *Input(tensor); }
 
@@ -64,7 +66,7 @@ class HostCall {
     return paddle::none;
   }
 
-  // The tensors are DenseTensor, or TensorBase that may be something else in other programs than ours.
+  // The tensors are DenseTensor, or TensorBase, which may be another type in other programs.
   template <typename Tensor>
   std::vector<const Tensor*> Argument(const std::vector<const Tensor*>& tensors) {
     std::vector<const Tensor*> images;
@@ -97,7 +99,7 @@ class HostCall {
     return attribute;
   }
 
-  // After the CPU kernel: its outputs to the device.
+  // Copies the outputs of the CPU kernel to the device.
   void ReturnOutputs() {
     for (const Output& output : outputs_) {
       if (output.computed != output.image && output.computed->has_allocation()) {
@@ -114,12 +116,12 @@ class HostCall {
   struct Output {
     phi::DenseTensor* tensor;    // on the device
     phi::DenseTensor* image;     // on the host
-    phi::DenseTensor* computed;  // what the CPU kernel writes: the image, or its float32 form
+    phi::DenseTensor* computed;  // output of the CPU kernel: the image, or its float32 form
   };
 
   const phi::DenseTensor* Input(const phi::DenseTensor& tensor) {
     phi::DenseTensor* image = Image(tensor);
-    if (!image->has_allocation() && image->numel() == 0) {  // some kernels ask for the address all the same
+    if (!image->has_allocation() && image->numel() == 0) {  // some kernels read the address nevertheless
       image->ResetHolder(phi::memory_utils::AllocShared(phi::CPUPlace(), 64));
     }
     if (image->dtype() != widened_ || !HasValues(*image)) return image;
@@ -128,7 +130,7 @@ class HostCall {
     return wide;
   }
 
-  // Paddle keeps of some inputs of gradients the shape alone, in a block of no bytes.
+  // False for some inputs of gradients: Paddle keeps only their shape, with a block of no bytes.
   static bool HasValues(const phi::DenseTensor& tensor) {
     return tensor.has_allocation() && (tensor.numel() == 0 || tensor.Holder()->size() > 0);
   }
@@ -139,8 +141,8 @@ class HostCall {
     return &images_.back();
   }
 
-  // The tensor with the same strides and offset in the block's image. One that is in host memory already stays there as an input;
-  // as an output it is made anew by Return.
+  // Returns the tensor with the same strides and offset in the block's image. An input in host memory stays there; Return
+  // replaces such an output.
   phi::DenseTensor* Image(const phi::DenseTensor& tensor) {
     Block block = tensor.Holder();
     if (block != nullptr && block->place() == context_.GetPlace()) block = ImageOf(block);
@@ -196,7 +198,7 @@ struct HostForm {
   }
 };
 
-// What all kernels of one type share, so that the compiler makes it once; Function is `void(const phi::CPUContext&, ...)`.
+// Code that all kernels of one type share, so that it is compiled once; Function is `void(const phi::CPUContext&, ...)`.
 template <typename Function>
 struct HostFunction;
 
@@ -210,7 +212,7 @@ struct HostFunction<void (*)(const phi::CPUContext&, Arguments...)> {
     call.ReturnOutputs();
   }
 
-  // For Paddle's executor, whose calls have the arguments in a phi::KernelContext.
+  // Entry point for Paddle's executor, which passes the arguments in a phi::KernelContext.
   static void Run(const HostForm& form, phi::KernelContext* context) {
     called = &form;
     phi::KernelImpl<decltype(&RunCalled), &RunCalled>::Compute(context);
@@ -246,7 +248,7 @@ struct HostKernel<Name, dtype, void (*)(const phi::CPUContext&, Arguments...)> {
   static void RunInProgram(phi::KernelContext* context) { Shared::Run(Form(), context); }
 };
 
-// The kernel of the name may be another function than the one whose declaration the table gives.
+// Throws if the kernel of that name has other arguments than the declaration in the table.
 inline void CheckArguments(const char* name, const phi::KernelArgsDef& declared, const phi::KernelArgsDef& registered) {
   const auto same = [](const auto& left, const auto& right) {
     return std::equal(left.begin(), left.end(), right.begin(), right.end(),

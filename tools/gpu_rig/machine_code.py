@@ -6,7 +6,7 @@
     machine_code.py core rig jitter > build/gpu/rig-2/machine_code.json
 
 The hash covers code, constants, relocations, and registers and shared memory of kernels. It leaves out names of files,
-line numbers and debug information, so a changed comment leaves it as it is.
+line numbers and debug information, so a changed comment does not change it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SECTION_SYMBOL = 3
 
 
 class Section(NamedTuple):
-    """A section of an ELF file; its size counts where it has no data."""
+    """A section of an ELF file; `size` also covers sections without data."""
 
     name: bytes
     kind: int
@@ -47,7 +47,7 @@ class Section(NamedTuple):
 
 
 def sections_of(elf: bytes) -> list[Section]:
-    """All sections of a 64-bit little-endian ELF file."""
+    """Return all sections of a 64-bit little-endian ELF file."""
     start, size, count, names = *struct.unpack_from("<Q", elf, 0x28), *struct.unpack_from("<HHH", elf, 0x3A)
     headers = [struct.unpack_from("<IIQQQQIIQQ", elf, start + number * size) for number in range(count)]
     data = [b"" if header[1] == NOBITS else elf[header[4] : header[4] + header[5]] for header in headers]
@@ -66,7 +66,7 @@ def without_file_hashes(text: bytes) -> bytes:
 
 
 def relocations(section: Section, sections: list[Section]) -> Iterator[bytes]:
-    """Place, kind, symbol's name and addend of each relocation."""
+    """Yield place, kind, symbol's name and addend of each relocation."""
     symbols = sections[section.link]
     for offset, info, addend in struct.iter_unpack("<QQq", section.data):
         name, kind, _, index = struct.unpack_from("<IBBH", symbols.data, (info >> 32) * 24)
@@ -76,7 +76,7 @@ def relocations(section: Section, sections: list[Section]) -> Iterator[bytes]:
 
 
 def hashed_parts(elf: bytes) -> list[bytes]:
-    """The sections that are hashed and their relocations, in an order that does not depend on names of files."""
+    """Return the hashed sections and their relocations, in an order that does not depend on names of files."""
     sections, parts = sections_of(elf), []
     for section in sections:
         if section.kind == RELA and HASHED.match(sections[section.info].name):
@@ -87,7 +87,7 @@ def hashed_parts(elf: bytes) -> list[bytes]:
 
 
 def device_code(compiled: Path) -> list[bytes]:
-    """The ELF files of the kernels in an object of nvcc."""
+    """Return the ELF files of the kernels in an object of nvcc."""
     with tempfile.TemporaryDirectory() as folder:
         command = [cuobjdump(), "-xelf", "all", str(compiled.resolve())]
         subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
@@ -95,7 +95,7 @@ def device_code(compiled: Path) -> list[bytes]:
 
 
 def cuobjdump() -> str:
-    """The program's path, in CUDA or else in Triton."""
+    """Return the path of cuobjdump, in CUDA or else in Triton."""
     if (found := shutil.which("cuobjdump")) is not None:
         return found
     if (triton := importlib.util.find_spec("triton")) is None or triton.origin is None:
@@ -104,7 +104,7 @@ def cuobjdump() -> str:
 
 
 def machine_code_hash(compiled: Path) -> str:
-    """A hash of an object's code for the host and for GPUs."""
+    """Return a hash of an object's code for the host and for GPUs."""
     files = [compiled.read_bytes(), *(device_code(compiled) if compiled.name.endswith(".cu.o") else [])]
     whole = hashlib.sha256()
     for part in (part for elf in files for part in hashed_parts(elf)):
@@ -113,7 +113,7 @@ def machine_code_hash(compiled: Path) -> str:
 
 
 def units(folder: str) -> Iterator[tuple[str, dict[str, object]]]:
-    """Each object in a folder of OBJECTS that runs beside a GPU: its hash and its sources."""
+    """Yield each object in a folder of OBJECTS that runs with a GPU: its hash and its sources."""
     for compiled in sorted((OBJECTS / folder).rglob("*.o")):
         path = compiled.relative_to(OBJECTS / folder).with_suffix("")
         source = path if path.suffix == ".cu" else path.with_suffix(".cc")

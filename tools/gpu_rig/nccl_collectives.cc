@@ -1,12 +1,14 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Collectives of the custom place "cuda_rig" over NCCL: what paddle.distributed calls with PADDLE_DISTRI_BACKEND=xccl.
+// Collectives of the custom place "cuda_rig" over NCCL: the functions that paddle.distributed calls with
+// PADDLE_DISTRI_BACKEND=xccl.
 //
 // NCCL is loaded on the first use, so the plug-in is built and loaded without it. The environment variable RIG_NCCL names the
-// library; the default is libnccl.so.2. Its types are declared here as NCCL 2.10 and later have them.
+// library; the default is libnccl.so.2. Its types are declared in this file as in NCCL 2.10 and later.
 //
-// What only moves data moves bytes, so every data type travels. float8 has no C_DataType; Paddle refuses it before it comes here.
+// Collectives without arithmetic move bytes, so they support every data type. float8 has no C_DataType; Paddle rejects it before
+// the call.
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 
@@ -45,7 +47,7 @@ void* Library() {
   return library;
 }
 
-// A function of the library; null, with a message, if there is none.
+// A function of the library; null, with a message, if the library lacks it.
 template <typename Function>
 Function* Find(const char* name) {
   if (!Library()) return nullptr;
@@ -80,7 +82,7 @@ using Sending = int(const void*, size_t, int, int, Comm, cudaStream_t);
 using Receiving = int(void*, size_t, int, int, Comm, cudaStream_t);
 using Grouping = int();
 
-// ---- what Paddle says, as NCCL takes it
+// ---- conversion of Paddle's types to NCCL's
 
 Comm Communicator(C_CCLComm comm) { return reinterpret_cast<Comm>(comm); }
 cudaStream_t Stream(C_Stream stream) { return reinterpret_cast<cudaStream_t>(stream); }
@@ -196,7 +198,7 @@ C_Status GetUniqueId(C_CCLRootId* id) {
   return C_SUCCESS;
 }
 
-// On the current device, which Paddle has set.
+// Creates a communicator on the current device, which Paddle has set.
 C_Status InitRank(size_t ranks, C_CCLRootId* id, size_t rank, C_CCLComm* comm) {
   UniqueId shared;
   std::memcpy(&shared, id->data, sizeof shared);
@@ -278,7 +280,7 @@ C_Status ExchangeWith(size_t peer, const void* in, size_t in_bytes, void* out, s
   return C_SUCCESS;
 }
 
-// Empty parts are not sent; both sides know their sizes. The own part is copied.
+// Empty parts are not sent; both sides know their sizes. A rank copies its own part.
 C_Status AllToAll(const void** in, const size_t* in_counts, const C_DataType* in_types, void** out, const size_t* out_counts,
                   const C_DataType* out_types, size_t rank, size_t ranks, C_CCLComm comm, C_Stream stream) {
   C_Status status = GroupStart();
@@ -297,7 +299,7 @@ C_Status AllToAll(const void** in, const size_t* in_counts, const C_DataType* in
       if (copied != cudaSuccess) status = Fail("cudaMemcpyAsync: %s", cudaGetErrorString(copied));
     }
   }
-  const C_Status ended = GroupEnd();  // whatever happened, or the next call would be part of the group
+  const C_Status ended = GroupEnd();  // also after an error: otherwise the next call would be part of the group
   return status == C_SUCCESS ? ended : status;
 }
 

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the tests on a GPU machine and writes what they counted; see README.md beside this file.
+"""Runs the tests on a GPU machine and writes their counts; see README.md in this folder.
 
-    run.py unpack PART...            put Paddle together from its parts, under SITE
+    run.py unpack PART...            join the parts of Paddle and extract it to SITE
     run.py SUITE --out FOLDER        run one of the suites below and write FOLDER/SUITE.json
     run.py sanitize --out FOLDER     run the suites of compute-sanitizer one after the other
     run.py bench_cpu --out FILE      benchmark the CPU operators of the rig; other options are those of the benchmark
     run.py bench_parallel --out FILE benchmark expert parallelism between two GPUs
-    run.py bench_calls --out FILE    time what users call
+    run.py bench_calls --out FILE    time public functions
 
-Every suite is a command that a person could type; its counts come from pytest's own report, or from the sanitizer's.
+Every suite is one pytest command; its counts are those of pytest's own report, or of the sanitizer's.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ PLACE = BUNDLE / "place-2"
 JITTER = BUNDLE / "jitter"
 
 DEVICE = "cuda_rig:0"
-# It needs the GPU for itself: processes that share one take turns.
+# Needs an idle GPU: processes that share one are time-sliced.
 BESIDE_TESTS = "tests/core/test_cuda_beside.py"
 CORE_OPTIONS = ["--core-device=cuda", "-p", "no:cacheprovider"]
 CORE_TESTS = ["tests/core", f"--ignore={BESIDE_TESTS}", *CORE_OPTIONS]
-# what is slow is so in the interpreter only
+# -m "": tests marked slow are slow in the interpreter only
 HOPPER_TESTS = [
     *(f"tests/triton/test_hopper_{name}.py" for name in ("product", "outer", "float8")),
     *("--core-device=cuda", "-p", "no:cacheprovider", "-m", ""),
@@ -88,7 +88,7 @@ SUITES = {
     **{sanitizer_suite(tool, group): tests for group, (tests, tools) in SANITIZED.items() for tool in tools},
     "place": ["tests/gpuplace", "--device=gpu:0"],
     "two_gpus": ["tests/ops/test_two_gpus.py", f"--device={DEVICE}", "--gpus=2"],
-    # NCCL waits for a rank that ended; three and four ranks need as many GPUs
+    # without tests of ended ranks, for which NCCL waits, and of three and more ranks, which need as many GPUs
     "distributed": [
         "tests/distributed",
         f"--device={DEVICE}",
@@ -101,7 +101,7 @@ SUITES = {
     "place_two_gpus": ["tests/gpuplace/test_two_gpus.py", "--device=gpu:0", "--gpus=2"],
 }
 PEER_SUITES = tuple(sanitizer_suite(tool, "peers") for tool in SANITIZED["peers"][1])
-# Those that run on Paddle with the plug-in, and on Paddle 2.6.2.
+# Suites that run on Paddle with the plug-in, and on Paddle 2.6.2.
 RIG_SUITES = (
     *("ops", "scenarios", "triton", "two_gpus", "distributed", "distributed_four", "distributed_eight"),
     *PEER_SUITES,
@@ -111,7 +111,7 @@ SANITIZERS = tuple(sanitizer_suite(tool, group) for group, (_, tools) in SANITIZ
 
 
 def unpack(parts: list[Path]) -> None:
-    """Join the parts of the archive and extract it to SITE, in place of what is there: two Paddles do not mix."""
+    """Join the parts of the archive and extract it to SITE, replacing any other Paddle."""
     shutil.rmtree(SITE, ignore_errors=True)
     archive = SITE.with_suffix(".tar.xz")
     with archive.open("wb") as joined:
@@ -124,7 +124,7 @@ def unpack(parts: list[Path]) -> None:
 
 
 def install_library(folder: Path) -> None:
-    """Put the operators that were built for this Paddle where the package looks for them.
+    """Copy the operators that were built for this Paddle into the package.
 
     A library that a process has loaded is replaced by a new file: writing into it would change that process's code.
     """
@@ -139,16 +139,16 @@ def install_library(folder: Path) -> None:
 
 
 def environment(suite: str) -> dict[str, str]:
-    """What the suite's process needs to find Paddle, the plug-in and the core."""
+    """Return the environment in which the suite's process finds Paddle, the plug-in and the core."""
     env = dict(os.environ, CI="1", PYTHONPATH=str(ROOT))
     if suite not in RIG_SUITES:  # tests that load parts of the package without its Paddle side
         env["PMO_CORE_LIBRARY"] = str((JITTER if suite == "jitter" else RIG) / "libpmo_core.so")
-    if suite in SANITIZERS:  # each of PyTorch's tensors is memory of its own then, whose ends are watched
+    if suite in SANITIZERS:  # one allocation per PyTorch tensor, whose bounds are then checked
         env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     if suite in (*RIG_SUITES, *PLACE_SUITES):
         env["PYTHONPATH"] = f"{SITE}:{ROOT}"
         env["LD_LIBRARY_PATH"] = f"{SITE}/paddle/libs:{RIG}:{env.get('LD_LIBRARY_PATH', '')}"
-    if suite == "fuzz":  # the oracle of one worker must not take the others' cores
+    if suite == "fuzz":  # the oracle of one worker must not use the others' cores
         env["OMP_NUM_THREADS"] = "1"
     if suite in PEER_SUITES:  # ranks wait for each other, and are slower
         env["PADDLE_MOE_OPS_TEST_SLOWNESS"] = "4"
@@ -160,12 +160,12 @@ def environment(suite: str) -> dict[str, str]:
 
 
 def parse_report(report: Path) -> ElementTree.Element:
-    """The root of a JUnit report; an empty one of a run that was ended before it wrote its report."""
+    """Return the root of a JUnit report; an empty one if the run ended before it wrote its report."""
     return ElementTree.parse(report).getroot() if report.exists() else ElementTree.Element("testsuites")
 
 
 def read_counts(report: Path) -> dict[str, object]:
-    """The totals of a JUnit report, and the names of the tests that failed."""
+    """Return the totals of a JUnit report, and the names of the tests that failed."""
     root = parse_report(report)
     totals = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
     for node in root.iter("testsuite"):
@@ -182,13 +182,13 @@ def read_counts(report: Path) -> dict[str, object]:
 
 
 def read_errors(output: str) -> dict[str, int]:
-    """How often a sanitizer printed each first line of an error, the most frequent ones."""
+    """Return the most frequent first lines of a sanitizer's errors, with their counts."""
     lines = re.findall(r"^========= (?! )(?!COMPUTE-SANITIZER|\w+ SUMMARY)(.+)$", output, re.MULTILINE)
     return dict(collections.Counter(line.strip() for line in lines).most_common(20))
 
 
 def read_fuzz(report: Path) -> dict[str, object]:
-    """The number of cases in a JUnit report of fuzz tests, and the commands that repeat those that failed."""
+    """Return the number of cases in a JUnit report of fuzz tests, and the commands that repeat those that failed."""
     root = parse_report(report)
     found = [(node.get("name"), node.get("value", "")) for node in root.iter("property")]
     cases = sum(int(value) for name, value in found if name == "fuzz_cases")
@@ -196,7 +196,7 @@ def read_fuzz(report: Path) -> dict[str, object]:
 
 
 def machine(commit: Path) -> dict[str, str]:
-    """What ran: the first GPU, driver, versions, commit (written there by `make gpu-bundle`)."""
+    """Return the first GPU, driver, versions and commit (written to `commit` by `make gpu-bundle`)."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     lines = subprocess.run(query, check=True, capture_output=True, text=True).stdout.splitlines()
     gpu, driver = lines[0].split(", ")
@@ -212,7 +212,7 @@ def machine(commit: Path) -> dict[str, str]:
 
 
 def machine_code(suite: str) -> dict[str, str]:
-    """Hashes of the machine code that a suite runs, by unit (machine_code.py), as far as its bundle records them."""
+    """Return hashes of the machine code that a suite runs, by unit (machine_code.py), if its bundle records them."""
     file = (PLACE if suite in PLACE_SUITES else RIG) / "machine_code.json"
     users = {"jitter": ("jitter",), "rig": RIG_SUITES, "place": PLACE_SUITES}
     folders = {"core", *(folder for folder, suites in users.items() if suite in suites)}
@@ -262,7 +262,7 @@ def run_suite(suite: str, out: Path, extra: list[str], limit: int) -> int:
 
 
 def bench_cpu(extra: list[str]) -> int:
-    """The benchmark of the CPU operators, on this machine's cores; `extra` are its options."""
+    """Run the benchmark of the CPU operators on this machine's cores; `extra` are its options."""
     install_library(RIG)
     command = [sys.executable, "-m", "benchmarks.kernels", "--device", "cpu"]
     command += ["--core-library", str(RIG / "libpmo_core.so"), "--commit", (RIG / "commit").read_text().strip()]
@@ -272,7 +272,7 @@ def bench_cpu(extra: list[str]) -> int:
 
 
 def bench_on_rig(module: str, suite: str, extra: list[str]) -> int:
-    """A benchmark of Paddle's operators on the GPU, in the environment of a suite; `extra` are its options."""
+    """Run a benchmark of Paddle's operators on the GPU, in the environment of a suite; `extra` are its options."""
     install_library(RIG)
     command = [sys.executable, "-m", module, "--commit", (RIG / "commit").read_text().strip()]
     return subprocess.run([*command, *extra], cwd=ROOT, env=environment(suite), check=False).returncode

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Blank the CUDA device code inside shared libraries, so that they compress to almost nothing of it.
+"""Blank the CUDA device code inside shared libraries, so that it compresses to almost nothing.
 
-The 2.6.2 GPU wheel of Paddle holds 2 GB of machine code for sm_61 to sm_86, none of which runs on sm_90. Without it
+The 2.6.2 GPU wheel of Paddle contains 2 GB of machine code for sm_61 to sm_86, none of which runs on sm_90. Without it
 the host side still works on such a GPU: tensors on GPUPlace, copies, streams, custom operators with their own kernels.
 
     strip_device_code.py LIBRARY...      (changes the files in place)
 
 Walks the fat binaries (magic 0xBA55ED50: 16-byte header, then entries of kind, version, header size, payload size)
-in the ELF sections .nv_fatbin and __nv_relfatbin, and zeroes every payload; headers and sizes stay as they are.
+in the ELF sections .nv_fatbin and __nv_relfatbin, and zeroes every payload; headers and sizes do not change.
 """
 
 import mmap
@@ -21,7 +21,7 @@ SECTIONS = (b".nv_fatbin", b"__nv_relfatbin")
 
 
 def device_code_ranges(elf):
-    """Yield (offset, size) of each ELF section that holds device code."""
+    """Yield (offset, size) of each ELF section with device code."""
     (table,) = struct.unpack_from("<Q", elf, 40)
     entry_size, count, names_index = struct.unpack_from("<HHH", elf, 58)
     headers = [struct.unpack_from("<IIQQQQ", elf, table + i * entry_size) for i in range(count)]

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which sources are changed together, which tests guard them, and what is left out."""
+"""Areas of sources, the tests that guard them, and excluded faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 _OPERATORS = ("tests/ops/test_*.py", "tests/static/test_*.py", "tests/scenarios/test_*.py")
-# They are about C++ or about other processes, and take long.
+# These tests cover C++ or other processes, and take long.
 LEFT_OUT = {f"tests/ops/test_{name}.py" for name in ("determinism", "huge_pages", "threads", "two_gpus")}
 LEFT_OUT |= {f"tests/scenarios/test_{name}.py" for name in ("devices", "processes")}
 _KERNELS = (
@@ -58,7 +58,7 @@ _TESTS_OF_OPERATORS = {
 
 
 class Area(NamedTuple):
-    """Patterns of sources and of the test files that guard them, from the root of the repository.
+    """An area: patterns of sources and of the test files that guard them, from the root of the repository.
 
     `python` is the path of the interpreter for the tests; if empty, that of the tool. `guards` has the test files of
     single sources of C++, by their stem.
@@ -71,7 +71,7 @@ class Area(NamedTuple):
 
 
 def _ranks(sources: tuple[str, ...], tests: tuple[str, ...], others: tuple[str, ...] = ()) -> Area:
-    """An area of expert_parallel, whose lines run in processes that tests start."""
+    """Return an area of expert_parallel, whose lines run in processes that tests start."""
     return Area(
         tuple(f"paddle_moe_ops/expert_parallel/{name}.py" for name in sources),
         (*_tests("distributed", *tests), *others),
@@ -190,10 +190,10 @@ AREAS = {
 }
 
 
-# Faults that make no wrong program: path, kind, what is in the lines before the change (regular expressions), and
-# the reason.
+# Faults that leave the program correct: path, kind, regular expressions for the lines before the change, and the
+# reason.
 EQUIVALENT = (
-    (r"kernels/cpu\.py", "", r"getloadavg|_SECONDS_PER_TURN|_ASSUMED_CACHE|_flush_buffer", "what is around a time"),
+    (r"kernels/cpu\.py", "", r"getloadavg|_SECONDS_PER_TURN|_ASSUMED_CACHE|_flush_buffer", "code around a timing"),
     (r"kernels/cpu\.py", "", r"needed > left|needed / 1e9", "an estimate"),
     (r"kernels/cpu_arrays\.py", "", r"_WORKERS|_PERIOD|_CHUNK_ELEMENTS =", "sizes of pieces"),
     (r"kernels/cpu_arrays\.py", "", r"^    return problem\.case\.shape\.hidden \*", "an estimate"),
@@ -201,7 +201,7 @@ EQUIVALENT = (
     (r"kernels/operators/", "", r"check\.chunks\(", "sizes of pieces"),
     (r"kernels/operators/", "", r'add_workspace\("(?!route)', "only CUDA kernels need one"),
     (r"kernels/operators/", "", r"case\.fill and \(", "an implementation for GPUs"),
-    (r"kernels/operators/", "", r"return_scores", "outputs that are not looked at"),
+    (r"kernels/operators/", "", r"return_scores", "outputs that no test reads"),
     (r"kernels/operators/", "", r"torch|engine\.|index_select|row_id_map|\.long\(\)|d_probs", "seen on a GPU"),
     (r"demo/", "", r"_TOLERANCE\b", "a float does not equal its limit"),
     (r"demo/run\.py", "", r"Column\(|console=console|Console\(|f\"step ", "looks"),
@@ -219,11 +219,11 @@ EQUIVALENT = (
     (r"gemm\.py|compat/te_triton\.py", "", r"get_autocast_dtype\(\)\) for|limit or min\(room", "only on a GPU"),
     (r"", "opposite", r"np\.zeros\(0,", "nothing in it"),
     (r"triton/ops/permute\.py", "arguments swapped", r"copy_words\(", "sizes and addresses count alike"),
-    (r"triton/ops/sort_chunks\.py", "", r"other=-1\) == ", "what no chunk is compared with"),
+    (r"triton/ops/sort_chunks\.py", "", r"other=-1\) == ", "a value that no chunk is compared with"),
     (r"", "arguments swapped", r"swapaxes|\b(max|min)\(", "either way round"),
     (r"", "elements swapped", r"frozenset\(|isinstance\(", "in any order"),
     (r"", "", r"is_on_gpu\(|is_cpu_place\(|is_gpu_place\(", "the suites on a GPU see it"),
-    (r"backends/gradients\.py", "", r"return both\(", "what is not wanted"),
+    (r"backends/gradients\.py", "", r"return both\(", "gradients that are not needed"),
     (r"gradients\.py", "condition dropped", r"if not paddle\.is_grad_enabled\(\) or value", "a shortcut"),
     (
         r"backends/experts\.py",

@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The tests of an area: ids and seconds, and for every line ("path:number") the numbers of those that reach it."""
+    """A record of the tests of an area: ids and seconds, and for every line ("path:number") the tests that reach it."""
 
     tests: list[str]
     seconds: list[float]
@@ -71,7 +71,7 @@ class Record(NamedTuple):
 
 
 class Copy:
-    """A copy of a tree, in which tests run; one that changes C++ links libraries of its own."""
+    """A copy of a tree, in which tests run; a copy with changed C++ links its own libraries."""
 
     def __init__(self, tree: Path, folder: Path, *, links: bool) -> None:
         self.root, self._folder = folder / "tree", folder
@@ -79,7 +79,7 @@ class Copy:
         self._libraries = cpp.Libraries(tree, self.root) if links else None
 
     def recorded(self, files: Sequence[str], sources: Sequence[str], python: str, *, leaves_out: bool) -> Record:
-        """Runs all tests of some files. They must pass, or are left out where they fail."""
+        """Runs all tests of some files and returns their record. Failing tests are an error, or are excluded."""
         made, children = self._folder / "record.json", self._folder / "children"
         shutil.rmtree(children, ignore_errors=True)
         children.mkdir()
@@ -97,11 +97,11 @@ class Copy:
         return _without(found)
 
     def try_mutant(self, area: Area, python: str, record: Record, mutant: Mutant) -> Outcome | None:
-        """Whether any test fails: first those that reach the lines, the fastest first, then all that may notice.
+        """Returns the outcome of a fault; None if it does not compile or does not change the object.
 
-        These are the others of the same files, which may share a fixture with them; all that guard the source, where
-        no test reaches the lines, as those of a constant of a module. Files named like the source run before others,
-        short ones before long ones. None if the fault does not compile, or if its object is the same.
+        Tests that reach the lines run first, the fastest first. Then the other tests of the same files run, which may
+        share a fixture with them. If no test reaches the lines, such as a constant of a module, all tests that guard
+        the source run: files named like the source before others, short ones before long ones.
         """
         path = self.root / mutant.path
         source = path.read_bytes()
@@ -126,7 +126,7 @@ class Copy:
         return Outcome(not how, how or f"{len(reaching)} tests reach it")
 
     def _failure(self, python: str, record: Record, tests: list[int]) -> str | None:
-        """How some tests fail, or None where they pass."""
+        """Returns how some tests fail, or None if they pass."""
         if not tests:
             return None
         names = [record.tests[test] for test in tests]
@@ -146,7 +146,7 @@ class Copy:
         return code if isinstance(code, str) else failed[0] if failed else f"exit code {code}"
 
     def _pytest(self, python: str, arguments: Sequence[str], seconds: float, **variables: str) -> tuple[int | str, str]:
-        """Exit code (or "out of time", "out of memory") and output of the tests; ends all processes they started."""
+        """Returns exit code (or "out of time", "out of memory") and output of the tests; ends their processes."""
         command = [python, "-m", "pytest", "-q", "--tb=no", "-p", "pytest_reach", "-p", "no:cacheprovider"]
         paths = [str(HERE), str(HERE / "children"), *filter(None, [os.environ.get("PYTHONPATH")])]
         process = subprocess.Popen(
@@ -162,19 +162,19 @@ class Copy:
 
 
 def files_of(root: Path, patterns: Sequence[str]) -> list[str]:
-    """The paths of files in `root` that match patterns, each once, without those that are left out."""
+    """Returns the paths of files in `root` that match patterns, each once, without excluded ones."""
     found = [path for pattern in patterns for path in sorted(root.glob(pattern))]
     paths = dict.fromkeys(str(path.relative_to(root)) for path in found)
     return [path for path in paths if path not in LEFT_OUT]
 
 
 def python_of(tree: Path, area: Area) -> str:
-    """The interpreter for the tests of an area."""
+    """Returns the interpreter for the tests of an area."""
     return str(tree / area.python) if area.python else sys.executable
 
 
 def merged(records: Sequence[Record]) -> Record:
-    """One record of the tests of several."""
+    """Merges several records into one."""
     tests: list[str] = []
     seconds: list[float] = []
     reached: dict[str, list[int]] = {}
@@ -187,7 +187,7 @@ def merged(records: Sequence[Record]) -> Record:
 
 
 def _without(found: dict) -> Record:
-    """What was recorded, without the tests that failed."""
+    """Returns the recorded tests without the failed ones."""
     kept = sorted(set(range(len(found["tests"]))).difference(found["failed"]))
     number = {test: place for place, test in enumerate(kept)}
     reached = {line: [number[test] for test in tests if test in number] for line, tests in found["reached"].items()}
@@ -202,7 +202,7 @@ def _reaching(record: Record, path: str, fault: Fault) -> list[int]:
 def outcome_of(process: subprocess.Popen[str], mark: str, seconds: float) -> tuple[int | str, str]:
     """Waits for a process; returns its exit code (or "out of time", "out of memory") and its output.
 
-    Then all processes end that have the mark, "NAME=value", in their environment, in sessions of their own as well.
+    Then it ends all processes with the mark, "NAME=value", in their environment, including those in other sessions.
     """
     end = time.monotonic() + seconds
     how = ""
@@ -228,7 +228,7 @@ def outcome_of(process: subprocess.Popen[str], mark: str, seconds: float) -> tup
 
 
 def _marked(mark: str) -> list[int]:
-    """Processes that were started with "NAME=value" in their environment."""
+    """Returns the processes that were started with "NAME=value" in their environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it ended, or is another user's
@@ -238,7 +238,7 @@ def _marked(mark: str) -> list[int]:
 
 
 def _is_large(pid: int) -> bool:
-    """Whether a process has too much memory in use; Paddle's threads reserve far more than they use."""
+    """Returns whether a process uses too much memory; Paddle's threads reserve far more than they use."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (FileNotFoundError, ProcessLookupError):

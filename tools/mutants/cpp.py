@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults of C++ sources, and the compiled libraries of a copy of the tree.
 
-Regular expressions find the faults in code in clang-format's layout; the compiler refuses those that are no C++.
+Regular expressions find the faults in code in clang-format's layout; the compiler rejects invalid ones.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Libraries:
 
     @contextlib.contextmanager
     def rebuilt(self, source: str) -> Iterator[bool]:
-        """Compiles a changed source and links; tells whether it compiles, to an object with other bytes."""
+        """Compiles a changed source and links; returns whether it compiles to an object with other bytes."""
         made = self._root / _OBJECTS / Path(source).with_suffix(".o")
         kept = made.read_bytes()
         try:
@@ -110,7 +110,7 @@ def _blanked(match: re.Match[str]) -> str:
 
 
 def _changes(code: str) -> Iterator[tuple[str, int, int, str]]:
-    """Yields kind, begin, end and the text instead."""
+    """Yields kind, begin, end and replacement of each change."""
     for match in _OPERATOR.finditer(code):
         for kind, others in _OTHER_OPERATORS.items():
             if match[0] in others:
@@ -169,7 +169,7 @@ def _begin_of_operand(code: str, end: int) -> int:
 
 
 def _swaps(code: str, begin: int) -> Iterator[tuple[int, int, str]]:
-    """Yields begin, end and text of neighbours in the list from `begin`, in the other order."""
+    """Yields begin, end and swapped text of each pair of neighbours in the list from `begin`."""
     end = _closing(code, begin)
     starts, depth = [begin], 0
     for place in range(begin, end):

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The faults that are planted: every place of a source file where one small change makes another program.
+"""The faults that are planted: every place of a source file where one small change yields another program.
 
 README.md lists the kinds, and the rules for places that are left out.
 """
@@ -47,7 +47,7 @@ _NAMES |= {other: name for name, other in _NAMES.items()}
 
 
 class Fault(NamedTuple):
-    """One change of a file: the bytes from ``begin`` to ``end`` become ``text``."""
+    """A change of a file: the bytes from ``begin`` to ``end`` become ``text``."""
 
     line: int
     kind: str
@@ -58,7 +58,7 @@ class Fault(NamedTuple):
 
 
 def faults_of(source: bytes) -> list[Fault]:
-    """All faults that can be planted into a source, in the order of the source."""
+    """Returns all faults that can be planted into a source, in the order of the source."""
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -80,12 +80,12 @@ def faults_of(source: bytes) -> list[Fault]:
 
 
 def planted(source: bytes, fault: Fault) -> bytes:
-    """The source with the fault in it."""
+    """Returns the source with the fault in it."""
     return source[: fault.begin] + fault.text + source[fault.end :]
 
 
 def _changes(node: ast.AST, statement: ast.AST) -> Iterator[tuple[str, ast.AST, ast.AST, ast.AST]]:
-    """Kind, node, what stands there instead, and the statement around it; for a node and all below it."""
+    """Yields kind, node, replacement and enclosing statement of the changes of a node and its descendants."""
     if _is_left_out(node):
         return
     if isinstance(node, ast.stmt):
@@ -130,7 +130,7 @@ def _negated(test: ast.AST, statement: ast.AST) -> Iterator[tuple[str, ast.AST, 
 
 
 def _replacements(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """What may stand instead of a node."""
+    """Yields the kind of each possible replacement of a node, and the replacement."""
     if isinstance(node, ast.Compare):
         for index, operator in enumerate(node.ops):
             operators = [*node.ops[:index], _COMPARISONS[type(operator)](), *node.ops[index + 1 :]]
@@ -145,7 +145,7 @@ def _replacements(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         for index in range(len(node.values)):
             rest = node.values[:index] + node.values[index + 1 :]
             yield "condition dropped", rest[0] if len(rest) == 1 else ast.BoolOp(node.op, rest)
-    elif isinstance(node, ast.UnaryOp) and not isinstance(node.operand, ast.Constant):  # -1 is changed as a number
+    elif isinstance(node, ast.UnaryOp) and not isinstance(node.operand, ast.Constant):  # -1 is changed as a constant
         yield "operator dropped", node.operand
     elif isinstance(node, ast.Constant):
         yield from _other_constants(node.value)
@@ -180,14 +180,14 @@ def _other_calls(call: ast.Call) -> Iterator[tuple[str, ast.AST]]:
         if keyword.arg not in (None, "strict"):
             rest = call.keywords[:index] + call.keywords[index + 1 :]
             yield "keyword dropped", ast.Call(call.func, call.args, rest)
-    # x.detach(), x.contiguous(), x.astype(dtype): the value as it was. A list and an array are mostly as good.
+    # x.detach(), x.contiguous(), x.astype(dtype): the unchanged value. A list is mostly as good as an array.
     is_method = isinstance(call.func, ast.Attribute) and call.func.attr not in ("tolist", "items")
     if is_method and (not (call.args or call.keywords) or call.func.attr == "astype"):
         yield "method dropped", call.func.value
 
 
 def _is_quiet(item: ast.withitem) -> bool:
-    """Whether it only keeps warnings away."""
+    """Returns whether a `with` item only suppresses warnings."""
     return isinstance(item.context_expr, ast.Call) and _last_name(item.context_expr.func) in _QUIET
 
 

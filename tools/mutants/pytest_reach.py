@@ -1,9 +1,9 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""A pytest plug-in: writes down which tests reach which lines, or runs the tests that it is told, the fastest first.
+"""A pytest plug-in that records the lines that each test reaches, or runs a list of tests, the fastest first.
 
-MUTANTS_RECORD=FILE writes a JSON object: "tests" are ids, "seconds" their times, "failed" the numbers of those that
-fail, and "reached" holds for every line ("path:number") the numbers of tests. It needs the variables of reach.py.
+MUTANTS_RECORD=FILE writes a JSON object: "tests" are ids, "seconds" their times, "failed" the numbers of failing ones.
+"reached" maps every line ("path:number") to the numbers of tests that reach it. It needs the variables of reach.py.
 MUTANTS_TESTS=FILE names a JSON list of ids.
 """
 

@@ -1,8 +1,8 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which test reaches which line, in the process of pytest and in those that its tests start.
+"""Recording of the lines that each test reaches, in the process of pytest and in those that its tests start.
 
-A folder (MUTANTS_CHILDREN) holds the number of the test that runs, which all processes map into memory, and one file
+A folder (MUTANTS_CHILDREN) contains the number of the test that runs, which all processes map into memory, and one file
 of lines for each process: "test path:line". A process that is killed runs no handler at its end, so a line is written
 when a test first reaches it. MUTANTS_SOURCES has the paths of the sources, separated by os.pathsep.
 """
@@ -39,7 +39,7 @@ class Current:
 
 
 class Tracer:
-    """Writes down the lines of this process."""
+    """A tracer that records the lines of this process."""
 
     def __init__(self, folder: str) -> None:
         paths = os.environ["MUTANTS_SOURCES"].split(os.pathsep)
@@ -64,7 +64,7 @@ class Tracer:
 
 
 def reached_lines(folder: str) -> dict[str, list[int]]:
-    """For every line ("path:number") the numbers of tests."""
+    """Returns for every line ("path:number") the numbers of the tests that reach it."""
     found = defaultdict(set)
     for path in Path(folder).glob("lines-*"):
         for text in path.read_text().splitlines():

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Plants faults into copies of the sources, one at a time, and says which ones no test notices: see README.md."""
+"""Plants faults into copies of the sources, one at a time, and prints those that no test notices: see README.md."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def kinds_in_turn(mutants: list[Mutant], seed: int) -> list[Mutant]:
-    """The mutants in an order by chance that takes one of each kind before the next: swapped arguments are many."""
+    """Returns the mutants in random order, one of each kind before the next of any: swapped arguments are many."""
     mutants = random.Random(seed).sample(mutants, len(mutants))
     seen: Counter[str] = Counter()
     turns = []
@@ -42,14 +42,14 @@ def kinds_in_turn(mutants: list[Mutant], seed: int) -> list[Mutant]:
 
 
 class Result(NamedTuple):
-    """What became of one mutant, or how many were passed over before it."""
+    """The outcome of one mutant, or of one that was skipped."""
 
     area: str
     path: str
     line: int
     kind: str
     difference: str
-    how: str  # "" if it was passed over, as equivalent or as no other program
+    how: str  # "" if it was skipped, as equivalent or as no other program
     survived: bool
     seconds: float
 
@@ -70,7 +70,7 @@ class Sample:
         self._running, self._lock = 0, threading.Lock()
 
     def next(self) -> Mutant | None:
-        """The next one to try; None if enough are tried, should those that run make other programs."""
+        """Returns the next mutant to try; None if enough are tried or running."""
         with self._lock:
             while len(self.tried()) + self._running < self.count:
                 mutant = next(self._left, None)
@@ -86,7 +86,7 @@ class Sample:
             return None
 
     def add(self, result: Result | None) -> None:
-        """Takes what became of a mutant that `next` gave; None if it makes no other program."""
+        """Stores the outcome of a mutant from `next`; None if it is no other program."""
         with self._lock:
             self._running -= 1
             if result is not None:
@@ -105,7 +105,7 @@ class Sample:
         return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
 
     def _lines(self, mutant: Mutant) -> tuple[str, str]:
-        """The lines around a fault, without it and with it."""
+        """Returns the lines around a fault, without it and with it."""
         source = self.sources[mutant.path]
         begin = source.rfind(b"\n", 0, mutant.fault.begin) + 1
         end = source.find(b"\n", mutant.fault.end)
@@ -115,7 +115,7 @@ class Sample:
 
 
 class Pool:
-    """Threads with a copy of the tree each."""
+    """A pool of threads with a copy of the tree each."""
 
     def __init__(self, tree: Path, folder: Path, jobs: int, *, links: bool) -> None:
         self._local, self._numbers = threading.local(), itertools.count()
@@ -161,9 +161,9 @@ class Run:
         return samples
 
     def _recording(self, sample: Sample) -> Callable[[], Record]:
-        """Starts to run all tests of an area, to see that they pass and which lines each of them reaches.
+        """Starts to run all tests of an area, to check that they pass and to record the lines that each reaches.
 
-        What is found is kept for as long as sources and tests are the same.
+        The record is kept as long as sources and tests are the same.
         """
         area = AREAS[sample.area]
         tests = files_of(self._tree, area.tests)
@@ -193,7 +193,7 @@ class Run:
         return made
 
     def _try(self, sample: Sample, record: Record, copy: Copy) -> None:
-        """Tries the next mutant that makes another program."""
+        """Tries the next mutant that is another program."""
         area, outcome = AREAS[sample.area], None
         while outcome is None and time.monotonic() < self._end and (mutant := sample.next()) is not None:
             start = time.monotonic()

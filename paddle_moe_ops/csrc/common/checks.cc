@@ -15,7 +15,7 @@
 namespace pmo {
 namespace {
 
-// Checks what the params of the forward and the backward share.
+// Checks the fields common to the forward and backward params.
 template <typename Params>
 int check_common(const Params& p) {
   PMO_REQUIRE(p.struct_size == sizeof(Params), "struct_size", "the size of the params struct of this library");
@@ -31,7 +31,7 @@ int check_common(const Params& p) {
   return PMO_OK;
 }
 
-// Checks what both directions of a row_id_map share.
+// Checks the fields common to both directions of a row_id_map.
 int check_row_id_map(const pmo_row_id_map_params& p) {
   PMO_REQUIRE(p.struct_size == sizeof(pmo_row_id_map_params), "struct_size", "the size of pmo_row_id_map_params of this library");
   PMO_REQUIRE_EXPERTS(p.num_experts, "num_experts");
@@ -41,7 +41,7 @@ int check_row_id_map(const pmo_row_id_map_params& p) {
   return PMO_OK;
 }
 
-// Checks what the params of the router's forward and backward share.
+// Checks the fields common to the router's forward and backward params.
 template <typename Params>
 int check_router(const Params& p) {
   PMO_REQUIRE(p.struct_size == sizeof(Params), "struct_size", "the size of the params struct of this library");
@@ -52,7 +52,7 @@ int check_router(const Params& p) {
   return PMO_OK;
 }
 
-// An array of elements of a dtype: aligned to them, and there if it must be.
+// True if an array is aligned to elements of its dtype, and present if it is required.
 bool is_array_of(int32_t dtype, const void* array, bool required) {
   return array == nullptr ? !required : reinterpret_cast<uintptr_t>(array) % static_cast<uintptr_t>(dtype_size(dtype)) == 0;
 }

@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Checks of params structs: sizes, enums, and arrays that must be there and aligned. The same for every backend.
+// Checks of params structs on every backend: sizes, enums, and arrays that must be present and aligned.
 #pragma once
 
 #include "common/status.h"

@@ -39,7 +39,7 @@ int report_data(const pmo_route_params& p, const pmo_route_findings& found) {
   return PMO_OK;
 }
 
-// A count is right with its segment's padding as well: dispatchers hand out such counts, and the segments are the same.
+// A count that includes its segment's padding is accepted too: dispatchers return such counts, and the segments are the same.
 int report_counts(const pmo_route_params& p, const int32_t* routed_per_expert) {
   const int64_t alignment = p.padding_alignment;
   const auto is_right = [alignment](int64_t routed, int64_t given) {

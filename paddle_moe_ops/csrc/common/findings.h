@@ -8,7 +8,7 @@
 
 namespace pmo {
 
-// The first bad value, then wrong counts, as far as p.checks asks.
+// Error for the first bad value, then for wrong counts, as p.checks selects.
 int report_findings(const pmo_route_params& p, const pmo_route_findings& found, const int32_t* routed_per_expert);
 
 // Error if slots exceed the buffer of p.num_rows rows.

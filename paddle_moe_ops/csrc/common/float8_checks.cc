@@ -53,8 +53,8 @@ int check_grouped_float8(const pmo_grouped_float8_params& p) {
   PMO_REQUIRE(p.codes == nullptr || !is_plain, "codes", "NULL if the result is plain");
   PMO_REQUIRE(p.hidden_codes == nullptr || !is_plain, "hidden_codes", "NULL if the result is plain");
   PMO_REQUIRE(p.hidden_codes == nullptr || !is_gated || p.hidden == nullptr, "hidden", "NULL if a gated result has hidden_codes");
-  const bool makes_codes = p.codes != nullptr || (is_gated && p.hidden_codes != nullptr);
-  if (makes_codes) PMO_REQUIRE(p.amax_min >= 0x1p-100f && p.amax_min <= FLT_MAX, "amax_min", "in [2^-100, FLT_MAX]");
+  const bool writes_codes = p.codes != nullptr || (is_gated && p.hidden_codes != nullptr);
+  if (writes_codes) PMO_REQUIRE(p.amax_min >= 0x1p-100f && p.amax_min <= FLT_MAX, "amax_min", "in [2^-100, FLT_MAX]");
   if (p.num_rows == 0) return PMO_OK;
   PMO_REQUIRE(p.num_sources > 0 && p.inner > 0 && p.outer > 0, "inner", "positive where there are rows");
   PMO_REQUIRE(is_16_bytes(p.x), "x", "an array at a multiple of 16 bytes");

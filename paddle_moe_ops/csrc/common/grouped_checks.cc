@@ -10,7 +10,7 @@ namespace {
 
 bool is_grouped_dtype(int32_t dtype) { return dtype == PMO_FLOAT16 || dtype == PMO_BFLOAT16; }
 
-// Kernels hold the row stride of gathered operands, in bytes, in 32 bits.
+// Kernels store the row stride of gathered operands, in bytes, in 32 bits.
 int check_gathered(int64_t num_sources, int64_t row_stride, const char* name, const int32_t* row_to_token, int64_t num_rows) {
   PMO_REQUIRE(is_size(num_sources, 1), "num_sources", "in [0, 2^30)");
   PMO_REQUIRE(row_stride <= INT32_MAX, name, "below 2^31 where rows are gathered");

@@ -27,7 +27,7 @@ constexpr Choice kChoices[] = {
 
 constexpr int64_t kTileSide = 128;
 
-// Rows of elements that are read and written one by one.
+// True if rows are present and aligned to their elements, which are accessed one by one.
 bool is_rows(const void* rows, int32_t dtype, int64_t elements) {
   return elements == 0 || (rows != nullptr && reinterpret_cast<uintptr_t>(rows) % dtype_size(dtype) == 0);
 }

@@ -23,7 +23,7 @@ PMO_ANYWHERE inline int64_t id_at(const void* ids, int32_t kind, int64_t place) 
   return kind == PMO_ROUTING_IDS64 ? static_cast<const int64_t*>(ids)[place] : static_cast<const int32_t*>(ids)[place];
 }
 
-// Returns body(ids) with a pointer to the type that the array holds, for loops that are compiled for each.
+// Returns body(ids) with a pointer of the array's element type, for loops that are compiled for each type.
 template <typename Body>
 auto with_ids(const void* ids, int32_t kind, Body body) {
   return kind == PMO_ROUTING_IDS64 ? body(static_cast<const int64_t*>(ids)) : body(static_cast<const int32_t*>(ids));

@@ -64,7 +64,7 @@ PMO_ANYWHERE bool fills(const Params& p, pmo_fill part) {
   return (p.fill & part) != 0;
 }
 
-// A row of a row_id_map in a padded buffer; INT32_MAX, which no buffer has, where it would overflow.
+// A row of a row_id_map in a padded buffer; INT32_MAX, which is beyond every buffer, if it would overflow.
 PMO_ANYWHERE inline int32_t padded_row(int32_t row, const int32_t* pad_offsets, int32_t expert) {
   if (row < 0 || pad_offsets == nullptr) return row;
   const int64_t padded = int64_t{row} + pad_offsets[expert];

@@ -18,7 +18,7 @@ int check_sizes(int64_t num_ranks, int64_t rows_per_rank, int64_t topk) {
   return PMO_OK;
 }
 
-// Regions of a header and some bytes for each of [S, K] slots.
+// Checks regions that consist of a header and `slot_bytes` for each of [S, K] slots.
 int check_regions(int64_t num_ranks, int64_t rows_per_rank, int64_t topk, int64_t region_bytes, int64_t header,
                   int64_t slot_bytes, const void* regions, const char* name) {
   if (const int status = check_sizes(num_ranks, rows_per_rank, topk)) return status;
@@ -117,7 +117,7 @@ int check_rank_rows(const pmo_rank_rows_params& p) {
 
 namespace {
 
-// Checks what sending and receiving share.
+// Checks the fields common to rank_send and rank_receive.
 template <typename Params>
 int check_rows(const Params& p) {
   PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of the params struct of this library");

@@ -29,7 +29,7 @@ struct Records {
   }
 };
 
-// True if ranks made different calls.
+// True if ranks are in different calls.
 PMO_ANYWHERE inline bool is_marked(const int32_t* mark) { return mark != nullptr && *mark != 0; }
 
 // The rank of a slot's expert, -1 if it has none. Experts fit 32 bits, in which a GPU divides fast.
@@ -128,8 +128,8 @@ PMO_ANYWHERE inline bool runs_backward(const pmo_rank_barrier_params& p, int64_t
   return (p.forward_calls[rank * PMO_CALL_WORDS + PMO_CALL_WORDS - 1] & p.gradient) != 0;
 }
 
-// Word `i` of the call in a region of the barrier, which holds two calls by the parity of the round: a rank may be one round
-// ahead.
+// Word `i` of the call in a region of the barrier. A region has room for two calls, by the parity of the round: a rank may be one
+// round ahead.
 PMO_ANYWHERE inline int32_t* call_word(const void* regions, int64_t region_bytes, int64_t rank, uint32_t round, int i) {
   char* region = const_cast<char*>(static_cast<const char*>(regions)) + rank * region_bytes;
   return reinterpret_cast<int32_t*>(region + 64) + round % 2 * PMO_CALL_WORDS + i;
@@ -155,7 +155,7 @@ PMO_ANYWHERE inline char* sent_to(const pmo_rank_send_params& p, int32_t row, in
   return array == nullptr ? nullptr : static_cast<char*>(array) + row * row_bytes;
 }
 
-// Address from which rank_receive loads an existing row; null: the output already holds it.
+// Address from which rank_receive loads an existing row; null: the output already contains it.
 PMO_ANYWHERE inline const char* received_from(const pmo_rank_receive_params& p, int32_t row, int64_t row_bytes,
                                               int64_t own_stride) {
   const RegionRow at(p, row);

@@ -27,14 +27,14 @@ PMO_ANYWHERE inline float float_of(uint32_t bits) {
   return value;
 }
 
-// The bits of |value| as a signed integer. Integers are compared here, not floats: compilers
-// vectorise that, while comparisons of floats may signal NaN.
+// The bits of |value| as a signed integer. Compilers vectorise comparisons of integers, while comparisons of floats may signal
+// NaN.
 PMO_ANYWHERE inline int32_t magnitude_of(float value) { return static_cast<int32_t>(bits_of(value) & 0x7FFFFFFFu); }
 
 constexpr int32_t kInfinityBits = 0x7F800000;
 
-// exp(-|x|), to two units in the last place; NaN stays NaN. -|x| = n ln(2) + r with |r| <= ln(2) / 2; the Taylor polynomial of
-// exp(r) is off by less than 6e-9, and 2^n is multiplied in two steps, so that subnormal results are rounded once.
+// exp(-|x|), to two units in the last place; NaN stays NaN. -|x| = n ln(2) + r with |r| <= ln(2) / 2. The Taylor polynomial of
+// exp(r) is off by less than 6e-9. 2^n is multiplied in two steps, so that subnormal results are rounded once.
 PMO_ANYWHERE inline float exp_minus(float x) {
   constexpr float kLog2E = 0x1.715476p0f;
   constexpr float kLn2High = 0x1.62e4p-1f, kLn2Low = 0x1.7f7d1cp-20f;  // n * kLn2High is exact
@@ -42,7 +42,7 @@ PMO_ANYWHERE inline float exp_minus(float x) {
   constexpr int32_t kBeyondBits = 0x42D00000;  // 104: exp(-104) rounds to 0
   const int32_t magnitude = magnitude_of(x);
   const int32_t within = magnitude < kBeyondBits ? magnitude : kBeyondBits;
-  const uint32_t nan = 0u - static_cast<uint32_t>(magnitude > kInfinityBits);  // whose bits stay
+  const uint32_t nan = 0u - static_cast<uint32_t>(magnitude > kInfinityBits);  // keeps the bits of NaN
   x = float_of(static_cast<uint32_t>(within) | (nan & bits_of(x)) | 0x80000000u);
   const float shifted = x * kLog2E + kShifter;
   const float n = shifted - kShifter;
@@ -89,7 +89,7 @@ PMO_ANYWHERE inline float value_of(uint32_t key) {
   return float_of(key == kNanKey ? 0x7FC00000u : ((key >> 31) != 0 ? key & 0x7FFFFFFFu : ~key));
 }
 
-// A key and the place that has it: of equal keys the lower place is higher. Never the highest integer.
+// A key and its index in one integer: of equal keys, the lower index is higher. Never the highest integer.
 PMO_ANYWHERE inline uint64_t candidate(uint32_t key, int64_t place) {
   return uint64_t{key} << 32 | (0xFFFFFFFFu - static_cast<uint32_t>(place));
 }

@@ -12,7 +12,7 @@ int fail(pmo_status status, const std::string& text) noexcept {
   try {
     last_error = text;
   } catch (...) {
-    last_error.clear();  // no memory for the text: the status still tells
+    last_error.clear();  // no memory for the text: the caller still sees the status
   }
   return status;
 }

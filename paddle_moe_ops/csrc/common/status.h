@@ -12,10 +12,11 @@
 
 namespace pmo {
 
-// Maps hold int32 positions, so tokens, slots and rows stay below 2^31; with rows below 2^28 columns no size in bytes overflows.
+// Maps contain int32 positions, so tokens, slots and rows stay below 2^31; with rows below 2^28 columns no size in bytes
+// overflows.
 constexpr int64_t kMaxIndex = INT32_MAX;
 constexpr int64_t kMaxColumns = int64_t{1} << 28;
-// Far beyond any model; it keeps a nonsensical number of experts from asking for gigabytes of counters.
+// Beyond any model; it limits the counters that a nonsensical number of experts allocates.
 constexpr int64_t kMaxExperts = int64_t{1} << 16;
 
 // Stores the text for pmo_last_error() and returns the status.
@@ -52,8 +53,8 @@ bool is_aligned(const T* pointer) {
 
 }  // namespace pmo
 
-// Returns PMO_INVALID_ARGUMENT from the calling function unless `condition` holds. `name` is the argument, `expected` what it
-// must be.
+// Returns PMO_INVALID_ARGUMENT from the calling function unless `condition` holds. `name` is the argument, `expected` its
+// requirement.
 #define PMO_REQUIRE(condition, name, expected)                                                                \
   do {                                                                                                        \
     if (!(condition)) return ::pmo::fail(PMO_INVALID_ARGUMENT, std::string(name) + " must be " + (expected)); \

@@ -1,10 +1,10 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Rows between ranks on the CPU, in memory that processes share; which row is where is in pmo/ranks.h.
+// Exchange of rows between ranks on the CPU, through memory that processes share; pmo/ranks.h describes its layout.
 //
-// Threads own contiguous ranges of tokens, as in permute and unpermute. Bytes moved: T * H elements read and one row written for each that
-// is sent; N * H elements of rows read, and T * H written.
+// Threads own contiguous ranges of tokens, as in permute and unpermute. Sending reads T * H elements and writes one row per sent
+// row. Receiving reads N * H elements and writes T * H.
 #include <cstring>
 #include <vector>
 

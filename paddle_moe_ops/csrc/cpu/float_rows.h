@@ -37,7 +37,7 @@ struct Float16Rows {
     const uint32_t half = element;
     const uint32_t magnitude = (half & 0x7FFFu) << 13;
     const uint32_t exponent = half & 0x7C00u;
-    // A subnormal half is mantissa * 2^-24: put the mantissa under the exponent of 2^-14, take 2^-14 away again (exact).
+    // A subnormal half is mantissa * 2^-24: put the mantissa under the exponent of 2^-14, then subtract 2^-14 (exact).
     const float subnormal = float_of(magnitude + (113u << 23)) - float_of(113u << 23);
     const uint32_t bias = exponent == 0x7C00u ? 224u : 112u;  // all-ones exponents stay all ones
     return float_of((half & 0x8000u) << 16 | (exponent == 0 ? bits_of(subnormal) : magnitude + (bias << 23)));

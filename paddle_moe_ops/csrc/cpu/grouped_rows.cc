@@ -3,7 +3,7 @@
 
 // Tables of experts' rows, zeros in rows of no expert, and SwiGLU with its gradient.
 //
-// SwiGLU and its gradient take ranges of rows, a thread each: 3 n and 6 n numbers of a row are moved.
+// Each thread computes SwiGLU, or its gradient, of a range of rows. Numbers moved per row: 3 n and 6 n.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -50,12 +50,12 @@ int clear(const pmo_grouped_clear_params& p) {
       std::memset(static_cast<char*>(p.rows) + begin * p.row_size, 0, static_cast<size_t>((end - begin) * p.row_size));
     }
   };
-  int64_t made = 0;
+  int64_t filled = 0;
   for (int64_t expert = 0; expert < p.num_experts; ++expert) {
-    fill(made, std::min<int64_t>(p.first[expert], p.num_rows));
-    made = std::max<int64_t>(p.stop[expert], made);
+    fill(filled, std::min<int64_t>(p.first[expert], p.num_rows));
+    filled = std::max<int64_t>(p.stop[expert], filled);
   }
-  fill(made, p.num_rows);
+  fill(filled, p.num_rows);
   return PMO_OK;
 }
 

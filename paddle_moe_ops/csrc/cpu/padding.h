@@ -16,7 +16,7 @@ namespace pmo {
 namespace cpu {
 
 inline void zero_padding_rows(char* rows, int64_t row_bytes, int64_t num_rows, const int32_t* row_to_token, int32_t num_threads) {
-  // The bytes are a guess from the mean share of padding; they only decide how many threads help.
+  // Estimated from the mean share of padding; only the number of threads depends on it.
   const int64_t bytes = num_rows * static_cast<int64_t>(sizeof(int32_t)) + num_rows / 8 * row_bytes;
   const bool streams = beyond_caches(num_rows * row_bytes);
   const std::vector<char> zeros(streams ? static_cast<size_t>(row_bytes) : 0);

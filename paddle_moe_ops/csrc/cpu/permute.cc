@@ -21,7 +21,7 @@ void move_token(const RowArray& array, const pmo_permute_params& p, int64_t toke
   const char* source = array.source + token * array.source_stride;
   const void* following = source + array.source_stride;
   const RowList next = {&following, token + 1 < p.num_tokens ? 1 : 0};
-  if (token + kTokensAhead < p.num_tokens) prefetch_beginning(source + kTokensAhead * array.source_stride, array.row_bytes);
+  if (token + kPrefetchTokens < p.num_tokens) prefetch_beginning(source + kPrefetchTokens * array.source_stride, array.row_bytes);
   TargetBatches targets([&](const Targets& batch) { writer.copy(batch, source, array.row_bytes, next); });
   for (int64_t slot = token * p.topk; slot < (token + 1) * p.topk; ++slot) {
     const int32_t row = p.slot_to_row[slot];

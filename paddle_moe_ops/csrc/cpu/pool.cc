@@ -69,7 +69,7 @@ class Pool {
       next_task_.store(0, std::memory_order_relaxed);
       open_places_ = num_threads - 1;
     }
-    for (int worker = 1; worker < num_threads; ++worker) wake_.notify_one();  // not those that would find no place
+    for (int worker = 1; worker < num_threads; ++worker) wake_.notify_one();  // only workers that find an open place
     work();
     std::unique_lock<std::mutex> lock(mutex_);
     open_places_ = 0;  // a worker that wakes only now finds nothing to join
@@ -77,12 +77,12 @@ class Pool {
   }
 
  private:
-  void grow(int wanted) {
-    while (num_workers_ < wanted) {
+  void grow(int num_workers) {
+    while (num_workers_ < num_workers) {
       try {
         std::thread([this] { worker_loop(); }).detach();
       } catch (const std::system_error&) {
-        return;  // the machine gives no more threads: the ones there are do the work
+        return;  // the system creates no more threads: the existing ones do the work
       }
       ++num_workers_;
     }
@@ -124,7 +124,7 @@ class Pool {
 };
 
 // The pool is never destroyed: its workers sleep until the process ends. A forked child has no workers and maybe a locked mutex,
-// so it forgets the parent's pool and makes its own at the first call.
+// so it drops the parent's pool and creates its own at the first call.
 std::atomic<Pool*> current_pool{nullptr};
 std::atomic<int32_t> default_threads{0};
 
@@ -133,9 +133,9 @@ const int at_fork_registered = pthread_atfork(nullptr, nullptr, [] { current_poo
 Pool& pool() {
   Pool* existing = current_pool.load(std::memory_order_acquire);
   if (existing != nullptr) return *existing;
-  Pool* made = new Pool;
-  if (current_pool.compare_exchange_strong(existing, made)) return *made;
-  delete made;  // another thread was first
+  Pool* created = new Pool;
+  if (current_pool.compare_exchange_strong(existing, created)) return *created;
+  delete created;  // another thread was first
   return *existing;
 }
 
@@ -146,9 +146,9 @@ int visible_cores() {
   return count > 0 ? static_cast<int>(count) : 1;
 }
 
-// A process may see more cores than it gets the time of; more threads than that would only take it from each other.
+// A process may see more cores than its quota grants. Threads beyond the quota would only compete for its time.
 int available_cores() {
-  static const int quota = cores_of_quota();  // read once: it takes as long as a small operator
+  static const int quota = cores_of_quota();  // read once: reading takes as long as a small operator
   const int cores = visible_cores();
   return quota > 0 && quota < cores ? quota : cores;
 }

@@ -3,8 +3,8 @@
 
 // The CPU thread pool.
 //
-// parallel_for hands out task numbers to the calling thread and to sleeping workers. Which thread runs which task is not defined. A task
-// may depend on its number only: results are then the same for any number of threads.
+// parallel_for distributes task numbers over the calling thread and sleeping workers, in an undefined assignment. A task may
+// depend on its number only: results are then the same for any number of threads.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 namespace pmo {
 namespace cpu {
 
-// Threads for an operator: what the params struct asks for (0: the process default).
+// Number of threads for an operator: `requested`, or the process default if that is 0.
 int resolve_threads(int32_t requested);
 
 using TaskFunction = void (*)(void* context, int64_t task);
@@ -43,19 +43,19 @@ void parallel_for(int64_t num_tasks, int num_threads, Body body) {
   if (call.error) std::rethrow_exception(call.error);
 }
 
-// Work that moves no more than this, such as five hundred rows of 4 KiB, stays on the calling thread. paddle/pages.cc has the pages of
-// such an output made in advance. (The size of a huge page is the same number by coincidence.)
+// Work that moves at most this many bytes, such as 512 rows of 4 KiB, stays on the calling thread. paddle/pages.cc populates the
+// pages of such an output in advance. (A huge page has the same size by coincidence.)
 constexpr int64_t kOneThreadBytes = int64_t{2} << 20;
 
-// Splits [0, size) into contiguous ranges that move about `bytes` in all, and runs body(begin, end) for each. Small work wakes no thread.
-// Larger work wakes at most one thread for each MiB.
+// Splits [0, size) into contiguous ranges that move about `bytes` in all, and runs body(begin, end) for each. Small work wakes no
+// thread; larger work wakes at most one thread per MiB.
 template <typename Body>
 void parallel_ranges(int64_t size, int64_t bytes, int32_t requested_threads, Body body) {
   constexpr int64_t kBytesPerThread = int64_t{1} << 20;
-  constexpr int64_t kTasksPerThread = 4;  // so that a thread that starts late or is interrupted does not hold up the rest
-  const int64_t worth = bytes <= kOneThreadBytes ? 1 : bytes / kBytesPerThread;
-  int64_t threads = worth == 1 ? 1 : resolve_threads(requested_threads);
-  if (threads > worth) threads = worth;
+  constexpr int64_t kTasksPerThread = 4;  // so that the others do not wait for a thread that starts late or is interrupted
+  const int64_t max_threads = bytes <= kOneThreadBytes ? 1 : bytes / kBytesPerThread;
+  int64_t threads = max_threads == 1 ? 1 : resolve_threads(requested_threads);
+  if (threads > max_threads) threads = max_threads;
   int64_t tasks = threads == 1 ? 1 : threads * kTasksPerThread;
   if (tasks > size) tasks = size;
   parallel_for(tasks, static_cast<int>(threads), [&](int64_t task) {

@@ -1,10 +1,10 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// quantize on the CPU: every source row is read and quantised once, into memory of the thread's own, and written to each of its rows.
+// quantize on the CPU: every source row is read once, quantised into thread-local memory, and written to each of its rows.
 //
-// Threads own contiguous token ranges; a row belongs to one slot, hence to one thread. Padding is zeroed in a second pass that touches
-// nothing else. Bytes moved: T * H elements and N * (H + 4 C).
+// Threads own contiguous token ranges; a row belongs to one slot, hence to one thread. A second pass zeroes the padding. Bytes
+// moved: T * H elements and N * (H + 4 C).
 #include "pmo/quantize.h"
 
 #include <cstring>
@@ -24,7 +24,7 @@ namespace cpu {
 namespace {
 
 // The float32 scales of a row, or their exponents packed.
-void make_words(const std::vector<float>& scales, bool ue8m0, std::vector<uint32_t>* words) {
+void pack_scales(const std::vector<float>& scales, bool ue8m0, std::vector<uint32_t>* words) {
   if (!ue8m0) {
     std::memcpy(words->data(), scales.data(), scales.size() * sizeof(float));
     return;
@@ -54,7 +54,7 @@ void quantize_tokens(const pmo_quantize_params& p, const ScaleLayout& layout, in
       if (row < 0 || row >= p.num_rows) continue;
       if (!quantized) {
         quantize_row(x + token * x_stride, p.hidden, p.amax_min, p.ue8m0 != 0, codes.data(), scales.data());
-        make_words(scales, p.ue8m0 != 0, &words);
+        pack_scales(scales, p.ue8m0 != 0, &words);
         quantized = true;
       }
       targets.add(static_cast<char*>(p.codes) + row * p.hidden);
@@ -65,7 +65,7 @@ void quantize_tokens(const pmo_quantize_params& p, const ScaleLayout& layout, in
   }
 }
 
-// Column-major scales of padding rows, and of what follows row N.
+// Zeroes the column-major scales of padding rows and of rows from N on.
 void zero_padding_columns(const pmo_quantize_params& p, const ScaleLayout& layout) {
   const bool has_map = has_row_map(p);
   const int64_t bytes = has_map ? layout.words * p.num_rows * int64_t{sizeof(int32_t)} : 0;

@@ -22,7 +22,7 @@ int rounded_up(int64_t quota, int64_t period) {
   return cores < INT_MAX ? static_cast<int>(cores) : INT_MAX;
 }
 
-// The first line of a file, empty where there is none.
+// The first line of a file; empty if there is no file.
 std::string first_line(const std::string& path) {
   std::string line;
   std::ifstream file(path);
@@ -30,22 +30,22 @@ std::string first_line(const std::string& path) {
   return line;
 }
 
-// "200000 100000": so many microseconds of every so many; "max 100000": no limit.
+// Limit from "QUOTA PERIOD" in microseconds, such as "200000 100000"; "max 100000": no limit.
 int limit_of_version_2(const std::string& group) {
   int64_t quota = 0, period = 0;
   const std::string line = first_line(group + "/cpu.max");
   return std::sscanf(line.c_str(), "%" SCNd64 " %" SCNd64, &quota, &period) == 2 ? rounded_up(quota, period) : 0;
 }
 
-// A file for each number; a quota of -1 is no limit.
+// Limit from one file per number; a quota of -1: no limit.
 int limit_of_version_1(const std::string& group) {
   int64_t quota = 0, period = 0;
   const std::string lines = first_line(group + "/cpu.cfs_quota_us") + " " + first_line(group + "/cpu.cfs_period_us");
   return std::sscanf(lines.c_str(), "%" SCNd64 " %" SCNd64, &quota, &period) == 2 ? rounded_up(quota, period) : 0;
 }
 
-// The lowest limit of a group and of those above it, up to where they are mounted. A container may see nothing but its own group there,
-// and yet know it by its path on the host: folders that do not exist are passed over.
+// The lowest limit of a group and the groups above it, up to the mount point. A container may see only its own group there, yet
+// know it by its path on the host, so folders that do not exist are skipped.
 template <typename Limit>
 int lowest_limit(const std::string& mount, std::string group, Limit limit) {
   int lowest = 0;
@@ -57,7 +57,7 @@ int lowest_limit(const std::string& mount, std::string group, Limit limit) {
   }
 }
 
-// Whether a list of names with commas between them has "cpu".
+// True if a comma-separated list of names contains "cpu".
 bool names_cpu(const std::string& controllers) { return ("," + controllers + ",").find(",cpu,") != std::string::npos; }
 
 }  // namespace
@@ -70,7 +70,7 @@ int cores_of_quota(const std::string& root) {
     const size_t first = line.find(':'), second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;
     const std::string controllers = line.substr(first + 1, second - first - 1), group = line.substr(second + 1);
-    if (controllers.empty()) {  // version 2, which is mounted elsewhere if version 1 is there too
+    if (controllers.empty()) {  // version 2, which is mounted elsewhere if version 1 exists too
       lowest = lower(lowest, lowest_limit(mounts, group, limit_of_version_2));
       lowest = lower(lowest, lowest_limit(mounts + "/unified", group, limit_of_version_2));
     } else if (names_cpu(controllers)) {  // mounted as all of its controllers, or as this one

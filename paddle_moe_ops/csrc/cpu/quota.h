@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// How much processor time the control groups of Linux grant. Containers limit their processes this way; they may see more cores than that.
+// Processor time that Linux control groups grant. Containers limit their processes by it and may expose more cores.
 #pragma once
 
 #include <string>
@@ -9,8 +9,8 @@
 namespace pmo {
 namespace cpu {
 
-// Cores whose time this process may use at most, rounded up: the least of what its control group and those above it allow, of version 2
-// or 1. 0: there is no limit. `root` is prepended to every path.
+// Number of cores whose time this process may use, rounded up; 0: no limit. It is the minimum over its control group and the
+// groups above it, of version 2 or 1. `root` is prepended to every path.
 int cores_of_quota(const std::string& root = "");
 
 }  // namespace cpu

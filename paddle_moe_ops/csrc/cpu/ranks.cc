@@ -20,7 +20,7 @@ namespace pmo {
 namespace cpu {
 namespace {
 
-// One serial pass: the order of tokens is that of rows, and what travels beside this is larger by far.
+// One serial pass: rows follow ascending token, and the exchanged rows are larger by far.
 int plan(const pmo_rank_plan_params& p) {
   if (const int status = check_rank_plan(p)) return status;
   const int64_t columns = max_rows_per_token(p.num_ranks, p.topk);

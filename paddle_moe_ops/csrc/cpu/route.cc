@@ -4,8 +4,8 @@
 // Routing on the CPU: a stable counting sort of slots by expert.
 //
 // The tokens are cut into contiguous chunks whose number depends on T * K alone. Counting fills one histogram per chunk and a
-// cleaned copy of the ids; a serial scan over [chunks, E] turns the histograms into each chunk's first row per expert; then every
-// chunk places its slots in order. Positions are those of a serial pass for any number of threads.
+// cleaned copy of the ids. A serial scan over [chunks, E] converts the histograms to each chunk's first row per expert. Then
+// every chunk places its slots in order. Positions are those of a serial pass for any number of threads.
 //
 // Workspace: int64 [chunks, E] histograms, then int32 [T, K] cleaned ids (-1 = the slot has no row).
 // Bytes moved: ids 2 * T * K * 4 (read, cleaned), maps 2 * T * K * 4, row maps 4 * N * 4, rowmap T * E * 4.
@@ -32,7 +32,7 @@ constexpr int64_t kSlotsPerChunk = 16384;
 constexpr int64_t kMaxRouteChunks = 64;
 constexpr pmo_route_findings kNothingFound = {PMO_NOWHERE, 0, PMO_NOWHERE, 0, 0, PMO_NOWHERE};
 
-// How the tokens are cut into chunks, and the workspace.
+// The chunks of tokens, and the workspace.
 struct RouteChunks {
   int64_t num_chunks;
   int64_t* first_row;  // [num_chunks, E]: the histogram, after the scan the chunk's first row
@@ -128,7 +128,7 @@ void count_mask(const pmo_route_params& p, int64_t begin, int64_t end, int64_t* 
 void count_chunk(const pmo_route_params& p, const RouteChunks& chunks, int64_t chunk, pmo_route_findings* found) {
   const int64_t begin = chunks.begin(p, chunk);
   const int64_t end = chunks.begin(p, chunk + 1);
-  // The thread's own while it counts: with few experts the histograms of several chunks are one cache line.
+  // Thread-local while counting: with few experts the histograms of several chunks share one cache line.
   std::vector<int64_t> histogram(static_cast<size_t>(p.num_experts));
   if (p.routing_kind == PMO_ROUTING_MASK) {
     count_mask(p, begin, end, histogram.data(), chunks.ids, found);
@@ -197,7 +197,7 @@ void scan(const pmo_route_params& p, const RouteChunks& chunks) {
   mark_padding(p, end, p.num_rows - end);
 }
 
-// Gives the slots of the tokens [begin, end) their rows; returns how many found the buffer full.
+// Assigns rows to the slots of the tokens [begin, end); returns the number of slots beyond the buffer.
 int64_t place(const pmo_route_params& p, int64_t begin, int64_t end, const int32_t* ids, int64_t* next_row) {
   const bool mask = p.routing_kind == PMO_ROUTING_MASK;
   int64_t dropped = 0;
@@ -210,9 +210,9 @@ int64_t place(const pmo_route_params& p, int64_t begin, int64_t end, const int32
       const int32_t expert = ids[slot];
       int32_t row = -1;
       if (expert >= 0) {
-        const int64_t wanted = next_row[expert]++;
-        if (wanted < p.num_rows) {
-          row = static_cast<int32_t>(wanted);
+        const int64_t next = next_row[expert]++;
+        if (next < p.num_rows) {
+          row = static_cast<int32_t>(next);
         } else {
           ++dropped;
         }
@@ -247,7 +247,7 @@ int route(const pmo_route_params& p) {
   const int threads = static_cast<int>(std::min<int64_t>(resolve_threads(p.num_threads), chunks.num_chunks));
   parallel_for(chunks.num_chunks, threads, [&](int64_t chunk) {
     const int64_t* first_row = chunks.first_row + chunk * p.num_experts;
-    std::vector<int64_t> next_row(first_row, first_row + p.num_experts);  // the thread's own, as above
+    std::vector<int64_t> next_row(first_row, first_row + p.num_experts);  // thread-local, as above
     dropped[chunk] = place(p, chunks.begin(p, chunk), chunks.begin(p, chunk + 1), chunks.ids, next_row.data());
   });
   if (p.overflow != nullptr) {

@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Routing and permutation in one call. On the CPU a call costs nothing, so these are the three operators one after another.
+// Routing and permutation in one call. A call on the CPU has no launch cost, so the three operators run one after another.
 #include "common/checks.h"
 #include "common/status.h"
 

@@ -15,7 +15,7 @@ namespace pmo {
 namespace cpu {
 namespace {
 
-void make_line(const pmo_row_id_map_params& p, int64_t token) {
+void write_line(const pmo_row_id_map_params& p, int64_t token) {
   const int64_t experts = p.num_experts;
   int32_t* rows = p.row_id_map + token * (2 * experts + 1);
   std::fill(rows, rows + 2 * experts, -1);
@@ -54,7 +54,7 @@ int each_line(const pmo_row_id_map_params& p, int status, Line line) {
   return PMO_OK;
 }
 
-int make_row_id_map(const pmo_row_id_map_params& p) { return each_line(p, check_make_row_id_map(p), make_line); }
+int make_row_id_map(const pmo_row_id_map_params& p) { return each_line(p, check_make_row_id_map(p), write_line); }
 
 int read_row_id_map(const pmo_row_id_map_params& p) { return each_line(p, check_read_row_id_map(p), read_line); }
 

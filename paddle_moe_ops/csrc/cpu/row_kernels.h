@@ -3,8 +3,8 @@
 
 // Arithmetic on whole rows, compiled once per instruction set and chosen at run time.
 //
-// Every variant gives the same bits: sums follow the order of pmo_unpermute, the dot product the 16 lanes and the tree of
-// pmo_unpermute_backward, and fused multiply-adds are written as such (never left to the compiler's contraction).
+// Every variant returns the same bits: sums follow the order of pmo_unpermute, the dot product the 16 lanes and the tree of
+// pmo_unpermute_backward. Fused multiply-adds are explicit (never left to the compiler's contraction).
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@
 namespace pmo {
 namespace cpu {
 
-// A weight as the kernels need it. Any NaN may be replaced by another. One whose low half is zero keeps that half zero in every NaN that
-// arithmetic makes of it and of bfloat16 rows: rounding to bfloat16 then needs no case for NaN.
+// A weight as the kernels require it: any NaN may be replaced by another. If the low half of a NaN is zero, it stays zero in
+// products and sums with bfloat16 rows. Rounding to bfloat16 then needs no case for NaN.
 inline float with_plain_nan(float weight) { return weight == weight ? weight : __builtin_nanf(""); }
 
 // Rows at any addresses.
@@ -22,7 +22,7 @@ struct RowList {
   int64_t count;
 };
 
-// Rows that are written from one source at the same time: what is read of it stays in registers.
+// Rows written from one source row in one pass: the loaded source stays in registers.
 constexpr int64_t kTargets = 16;
 
 struct Targets {
@@ -36,7 +36,7 @@ struct Targets {
   }
 };
 
-// Hands rows to write(targets), kTargets at a time.
+// Passes rows to write(targets) in batches of kTargets.
 template <typename Write>
 class TargetBatches {
  public:
@@ -47,7 +47,7 @@ class TargetBatches {
     targets_.add(row, weight);
   }
 
-  // Hands over what is left.
+  // Passes the last, incomplete batch.
   void finish() {
     if (targets_.count > 0) write_(targets_);
     targets_.count = 0;
@@ -58,8 +58,8 @@ class TargetBatches {
   Targets targets_;
 };
 
-// Dot products that run at the same time: one after the other, each would wait for its own chain of multiply-adds. Eight are best if they
-// share a factor and nothing else is written, two if they share none and something is written, else four.
+// Number of dot products that run interleaved: one alone waits for its own chain of multiply-adds. Fastest: 8 if they share a
+// factor and nothing else is written, 2 if they share none and something is written, otherwise 4.
 constexpr int64_t kDotTerms = 8;
 constexpr int64_t kFewDotTerms = 4;
 constexpr int64_t kTwoDotTerms = 2;
@@ -72,21 +72,21 @@ struct DotTerms {
   int64_t count;
 };
 
-// `next` names rows that the caller needs after this call: their lines are prefetched during the call, since no processor can predict
-// where the rows of the next token are. It may be empty.
+// `next` names rows that the caller needs after this call. Their lines are prefetched during the call, since no hardware
+// prefetcher can predict the rows of the next token. It may be empty.
 //
 // `weights` have passed with_plain_nan.
 //
-// `streams` writes past the caches (cpu/streaming.h): the output must then consist of whole lines, kLineBytes long and aligned. `copy`
+// `streams` uses non-temporal stores (cpu/streaming.h): the output must then consist of whole aligned lines of kLineBytes. `copy`
 // requires less: distances between its targets that are multiples of `bytes`.
 struct RowKernels {
   // out[H] = sum over at least one row; weights NULL = plain. At most one rounding to the row type, at the end.
   void (*sum)(const RowList& rows, const RowList& next, const float* weights, int64_t hidden, bool streams, void* out);
   // target[H] = its weight * in[H]; at least one
   void (*scale)(const void* in, const RowList& next, const Targets& targets, int64_t hidden, bool streams);
-  // products[i] = sum of a[j] * row[j] of at most kDotTerms terms, best one of the numbers above. With `scales` the same pass streams
-  // out[H] = weight * a[H] of each: reading and writing in turns moves more than one after the other. (Plain stores among the loads
-  // take longer than a pass of their own.)
+  // products[i] = sum of a[j] * row[j] of at most kDotTerms terms, fastest with one of the numbers above. With `scales` the same
+  // pass streams out[H] = weight * a[H] of each: interleaved loads and stores reach more bandwidth than separate passes. (Plain
+  // stores among the loads take longer than a pass of their own.)
   void (*dot)(const DotTerms& terms, const DotTerms& next, int64_t hidden, bool scales, float* products);
   // The codes[H] and scales[ceil(H / 128)] of a row by the rule of pmo_quantize_*; scales of ue8m0 are powers of two.
   void (*quantize)(const void* in, int64_t hidden, float amax_min, bool ue8m0, uint8_t* codes, float* scales);
@@ -98,17 +98,17 @@ struct RowKernels {
 
 constexpr int64_t kLineBytes = 64;
 
-// Prefetches the beginning of a row that is needed kTokensAhead tokens later. A processor predicts the lines of a page once it has seen
-// some of them, and the row kernels prefetch as far as the next token: too late for rows of a page or two, one or two per token. The
-// target is the second-level cache, which has room for what is not needed at once. Always inlined, as are functions that only call this
-// one: GCC takes a function that only prefetches for one without effect, and drops its calls.
+// Prefetches the beginning of a row that is needed kPrefetchTokens tokens later. A hardware prefetcher predicts the lines of a
+// page only after it has seen some of them. The row kernels prefetch as far as the next token: too late if a token has one or two
+// rows of a page or two. The target is the second-level cache, which has room for later tokens. Always inlined, as are functions
+// that only call this one: GCC takes a function that only prefetches for one without effect, and drops its calls.
 __attribute__((always_inline)) inline void prefetch_beginning(const void* row, int64_t bytes) {
-  constexpr int64_t kEnough = 512;
-  for (int64_t place = 0; place < (bytes < kEnough ? bytes : kEnough); place += kLineBytes) {
+  constexpr int64_t kPrefetchBytes = 512;
+  for (int64_t place = 0; place < (bytes < kPrefetchBytes ? bytes : kPrefetchBytes); place += kLineBytes) {
     __builtin_prefetch(static_cast<const char*>(row) + place, 0, 2);
   }
 }
-constexpr int64_t kTokensAhead = 2;
+constexpr int64_t kPrefetchTokens = 2;
 
 // Element types of rows, for overloads.
 struct Float32 {
@@ -121,10 +121,11 @@ struct BFloat16 {
   static constexpr int64_t kBytes = 2;
 };
 
-// The fastest variant that this processor runs and pmo_set_max_cpu_isa allows. Types other than PMO_FLOAT32, PMO_FLOAT16 and PMO_BFLOAT16 have copy only.
+// The fastest variant that this processor runs and pmo_set_max_cpu_isa allows. Types other than PMO_FLOAT32, PMO_FLOAT16 and
+// PMO_BFLOAT16 have copy only.
 const RowKernels& row_kernels(int32_t dtype);
 
-// The variants, one translation unit each; NULL where the build target has no such instruction set.
+// The variants, one translation unit each; NULL if the build target lacks the instruction set.
 const RowKernels* row_kernels_generic(int32_t dtype);
 const RowKernels* row_kernels_avx2(int32_t dtype);
 const RowKernels* row_kernels_avx512(int32_t dtype);

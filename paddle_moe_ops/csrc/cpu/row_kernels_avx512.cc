@@ -66,7 +66,7 @@ struct Line {
     lanes[0].values = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
     lanes[1].values = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000))));
   }
-  // The high halves of the lanes, rounded to nearest, ties to even, by integer arithmetic: the instruction for it flushes subnormals.
+  // Rounds the lanes to bfloat16, ties to even, by integer arithmetic: the conversion instruction flushes subnormals.
   static Line pack(BFloat16, const Lanes* lanes) {
     const __m512i even = _mm512_castps_si512(lanes[0].values), odd = _mm512_castps_si512(lanes[1].values);
     const __m512i high = _mm512_mask_mov_epi16(_mm512_srli_epi32(even, 16), kOdd, odd);

@@ -3,18 +3,19 @@
 
 // The bodies of the row kernels, over 16 float32 lanes that each variant provides.
 //
-// Included once per variant, inside an anonymous namespace (so that the linker, which merges inline functions, cannot replace one
-// variant's code by another's) and after all standard headers (so that none of their code is compiled for the variant's target).
-// The including file defines Lanes (16 floats; rows may begin at any address) and Line (kLineBytes of a row).
+// Included once per variant, inside an anonymous namespace: the linker, which merges inline functions, cannot replace one
+// variant's code by another's. The include follows all standard headers, so that none of their code is compiled for the variant's
+// target. The including file defines Lanes (16 floats; rows may begin at any address) and Line (kLineBytes of a row).
 //
-// Rows are processed in strips of a few lines, which the compiler unrolls. A loop over single lines would check its end at each line, and
-// load its pointers again because a store could have changed them: too slow for the memory as soon as another thread shares the core.
-// Sums stay in registers while all rows of a token are added, so each row is read once and the output is written once.
+// Rows are processed in strips of a few lines, which the compiler unrolls. A loop over single lines would check its end at each
+// line, and reload its pointers because a store could have changed them. That is too slow as soon as another thread shares the
+// core. Accumulators stay in registers while all rows of a token are added, so each row is read once and the output is written
+// once.
 
 constexpr int64_t kLanes = 16;
-constexpr int64_t kAheadBytes = 2048;  // of each row: enough to hide the memory's latency, few enough for the first-level cache
+constexpr int64_t kPrefetchDistanceBytes = 2048;  // of each row: hides the memory's latency and fits the first-level cache
 constexpr int64_t kLinesOfOneRow = 4;
-constexpr int64_t kLinesOfSomeRows = 2;  // of each: the sums take registers, and many prefetches at once wait for each other
+constexpr int64_t kLinesOfSomeRows = 2;  // of each: accumulators use registers, and many concurrent prefetches stall
 
 template <typename Element>
 constexpr int64_t kLineColumns = kLineBytes / Element::kBytes;
@@ -27,11 +28,11 @@ inline char* byte_at(void* row, int64_t place) { return static_cast<char*>(row) 
 template <int64_t kLines>
 using Lines = std::integral_constant<int64_t, kLines>;
 
-// Prefetches the strip that is kAheadBytes after a place: of the same rows, or after their end of the next ones. `end` is where the
-// strips of a row end. Always inlined, see prefetch_beginning.
+// Prefetches the strip that is kPrefetchDistanceBytes after a place: of the same rows, or past their end of the next ones. `end`
+// is the end of the strips of a row. Always inlined, see prefetch_beginning.
 template <int64_t kLines>
 __attribute__((always_inline)) inline void prefetch_ahead(const RowList& rows, const RowList& next, int64_t place, int64_t end) {
-  const int64_t ahead = place + std::min(kAheadBytes, end);
+  const int64_t ahead = place + std::min(kPrefetchDistanceBytes, end);
   const RowList& list = ahead < end ? rows : next;
   for (int64_t i = 0; i < list.count; ++i) {
     const char* strip = byte_at(list.rows[i], ahead < end ? ahead : ahead - end);
@@ -39,7 +40,8 @@ __attribute__((always_inline)) inline void prefetch_ahead(const RowList& rows, c
   }
 }
 
-// Calls on_lines(Lines, place) for the strips of kLines lines of a row, then for single lines, and returns where the last whole one ends.
+// Calls on_lines(Lines, place) for the strips of kLines lines of a row, then for single lines. Returns the end of the last whole
+// line.
 template <int64_t kLines, typename OnLines>
 __attribute__((always_inline)) inline int64_t for_lines(const RowList& rows, const RowList& next, int64_t row_bytes,
                                                         OnLines on_lines) {
@@ -58,8 +60,8 @@ inline Lanes load_lanes(const char* from, int64_t index) {
   return Lanes::load(Element(), from + index * kLanes * Element::kBytes);
 }
 
-// A line as Lanes, which Line::pack puts together again. Lanes follow the columns; with bfloat16, Lanes 0 have the even columns and Lanes 1
-// the odd ones: a shift and a mask turn a pair into float32, without moving anything across a register.
+// Unpacks a line to Lanes; Line::pack is the inverse. Lanes follow the columns. With bfloat16, Lanes 0 contain the even columns
+// and Lanes 1 the odd ones. A shift and a mask then convert a pair to float32 without a shuffle across the register.
 template <typename Element>
 inline void unpack_line(Element, const char* from, Lanes* lanes) {
   for (int64_t j = 0; j < kLanesOfLine<Element>; ++j) lanes[j] = load_lanes<Element>(from, j);
@@ -82,7 +84,7 @@ struct Tail {
 
   Tail(int64_t end_of_lines, int64_t hidden) : place(end_of_lines), bytes(hidden * Element::kBytes - end_of_lines) {}
 
-  // These columns of a row as a whole line with zeros at its end; valid until the next call.
+  // The tail of a row as a whole line padded with zeros; valid until the next call.
   const char* of(const void* row) {
     std::memcpy(padded, byte_at(row, place), bytes);
     return padded;
@@ -108,7 +110,7 @@ inline void put_line(const Line& line, char* to) {
   kStreams ? line.stream(to) : line.store(to);
 }
 
-// The sums of kLines lines of all rows; row_at(i) is where they begin in row i.
+// The sums of kLines lines of all rows; row_at(i) is their address in row i.
 template <typename Element, bool kWeighted, int64_t kLines, typename RowAt>
 inline void sum_lines(int64_t count, RowAt row_at, const float* weights, Lanes* sums) {
   constexpr int64_t kCount = kLines * kLanesOfLine<Element>;
@@ -161,7 +163,7 @@ inline Line scaled_line(const Lanes* lanes, const Lanes& factor) {
   return Line::pack(Element(), scaled);
 }
 
-// A strip of the input stays in registers while it goes to all targets.
+// A strip of the input stays in registers while it is written to all targets.
 template <typename Element, bool kStreams>
 void scale_lines(const void* in, const RowList& next, const Targets& targets, int64_t hidden) {
   constexpr int64_t kLineLanes = kLanesOfLine<Element>;
@@ -204,7 +206,7 @@ inline float add_up(float* lanes) {
   return lanes[0];
 }
 
-// The rows that some dot products read.
+// The rows that a group of dot products reads.
 struct DotRows {
   const void* rows[2 * kDotTerms];
   int64_t count = 0;
@@ -218,8 +220,8 @@ struct DotRows {
   RowList list() const { return {rows, count}; }
 };
 
-// kCount dot products from the `first` term on; with kShared all of them have the same a. Element j is added to lane j % 16; a lane
-// without a last element keeps its bits.
+// kCount dot products from the `first` term on; with kShared all of them have the same a. Element j is added to lane j % 16;
+// lanes beyond the last element keep their bits.
 template <typename Element, int64_t kCount, bool kScales, bool kShared>
 void dot_some(const DotTerms& terms, int64_t first, const RowList& prefetched, const RowList& next, int64_t hidden,
               float* products) {
@@ -297,7 +299,7 @@ void dot_terms(const DotTerms& terms, const DotTerms& next, int64_t hidden, bool
 // All bits set if the condition holds: for choices without branches, since a branch would keep a loop from being vectorised.
 inline int32_t mask_if(bool condition) { return -static_cast<int32_t>(condition); }
 
-// The e4m3fn number nearest to a value, ties to even; 448 for what is larger, 0x7F for NaN.
+// The e4m3fn number nearest to a value, ties to even; 448 for larger values, 0x7F for NaN.
 inline int32_t to_e4m3(float value) {
   const auto bits = static_cast<int32_t>(float_bits(value));
   const int32_t magnitude = bits & 0x7FFFFFFF;
@@ -347,7 +349,7 @@ void quantize_row(const void* in, int64_t hidden, float amax_min, bool ue8m0, ui
 // Exact. The low half of a NaN is zero, as rounding to bfloat16 needs it.
 inline float from_e4m3(uint32_t code) {
   const uint32_t magnitude = code & 0x7Fu;
-  // A subnormal code is its mantissa * 2^-9: put that under the exponent of 2^-6, take 2^-6 away again.
+  // A subnormal code is its mantissa * 2^-9: put that under the exponent of 2^-6, then subtract 2^-6.
   const float subnormal = bits_float((magnitude << 20) + (121u << 23)) - bits_float(121u << 23);
   const uint32_t normal = (magnitude << 20) + (120u << 23);  // exponent bias 7 -> 127
   const uint32_t finite = magnitude < 8u ? float_bits(subnormal) : normal;

@@ -26,7 +26,7 @@ namespace {
 
 #include "cpu/float_bits.h"
 
-// Plain loops, which the compiler vectorises for what its target has.
+// Plain loops, which the compiler vectorises for its target.
 struct Lanes {
   float values[16];
 

@@ -26,7 +26,7 @@ void rows_of_slots(const pmo_clean_rowmap_params& p, int64_t token, bool has_rep
     if (expert >= 0 && expert < p.num_experts) {
       const int32_t entry = p.rowmap[token * p.num_experts + expert];
       if (entry >= 0 && entry < p.num_rows && p.row_to_token[entry] == token) {
-        // where a token names the row more than once, its lowest expert owns it
+        // if a token names the row more than once, its lowest expert owns it
         const int32_t* map = p.rowmap + token * p.num_experts;
         if (!has_repeats || std::find(map, map + expert, entry) == map + expert) row = entry;
       }
@@ -41,8 +41,8 @@ void rows_of_slots(const pmo_clean_rowmap_params& p, int64_t token, bool has_rep
   }
 }
 
-// One serial pass: which token is first to name a row cannot be split without a second pass, and the pass reads T * E * 4 bytes
-// where the sum that follows reads N * H.
+// One serial pass. A parallel one would need a second pass to find the first token that names a row. It reads T * E * 4 bytes,
+// while the sum that follows reads N * H elements.
 int clean_rowmap(const pmo_clean_rowmap_params& p) {
   if (const int status = check_clean_rowmap(p)) return status;
   pmo_rowmap_findings found = {PMO_NOWHERE, 0, PMO_NOWHERE, 0, PMO_NOWHERE, 0, 0};
@@ -128,7 +128,7 @@ int scatter_slots(const pmo_slots_params& p) {
   if (const int status = check_slots(p)) return status;
   if (p.accumulate == 0) std::fill(p.row_values, p.row_values + p.num_rows, 0.0f);
   parallel_ranges(p.num_tokens, p.num_tokens * p.topk * 12, p.num_threads, [&](int64_t begin, int64_t end) {
-    if (p.accumulate == 0) {  // -0.0 is the neutral start: a value that comes alone keeps its sign
+    if (p.accumulate == 0) {  // -0.0 is the neutral element: a single value keeps its sign
       visit_slots(p, begin, end, [&](int64_t row, int64_t) { p.row_values[row] = -0.0f; });
     }
     visit_slots(p, begin, end, [&](int64_t row, int64_t value) { p.row_values[row] += p.slot_values[value]; });

@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// sort_chunks on the CPU: a chunk, or as much of it as a thread's range of rows holds, is one copy.
+// sort_chunks on the CPU: one copy per chunk and thread.
 //
 // Threads own contiguous ranges of the rows of the source order. Bytes moved: 2 * R * H elements.
 #include "pmo/sort_chunks.h"
@@ -20,12 +20,12 @@ namespace pmo {
 namespace cpu {
 namespace {
 
-// Rows [begin, end) of the source order go to [to, to + end - begin).
+// Rows [begin, end) of the source order are copied to [to, to + end - begin).
 struct Chunk {
   int64_t begin, end, to;
 };
 
-// All chunks by their source, then the rows after them.
+// All chunks in source order, then the rows after them.
 std::vector<Chunk> placed_chunks(const pmo_sort_chunks_params& p) {
   std::vector<Chunk> chunks(static_cast<size_t>(p.num_chunks) + 1);
   int64_t row = 0;
@@ -46,7 +46,7 @@ std::vector<Chunk> placed_chunks(const pmo_sort_chunks_params& p) {
     const int64_t named = id_at(p.order, p.order_kind, i);
     if (named >= 0 && named < p.num_chunks) place(chunks[named]);
   }
-  for (Chunk& chunk : chunks) place(chunk);  // those that the order does not name
+  for (Chunk& chunk : chunks) place(chunk);  // chunks that the order does not name
   return chunks;
 }
 

@@ -12,13 +12,13 @@ namespace pmo {
 namespace cpu {
 namespace {
 
-constexpr int64_t kAssumedCacheBytes = int64_t{32} << 20;  // where the system does not tell
+constexpr int64_t kAssumedCacheBytes = int64_t{32} << 20;  // if the system reports no size
 
-// Only a part of the last-level cache counts: other processes use it too, unseen from within a virtual machine. On a Xeon
-// that reports 260 MiB, permuting rows and summing them up again, plain stores were faster up to 88 MB of rows, streaming from 117 MB on.
+// Only a part of the last-level cache counts: other processes use it too, invisible in a virtual machine. Measured on a Xeon that
+// reports 260 MiB, for permuting rows and summing them: plain stores were faster up to 88 MB of rows, streaming from 117 MB on.
 int64_t share_of(int64_t cache_bytes) { return cache_bytes / 8 * 3; }
 
-// sysconf knows the caches of x86-64 only; /sys has those of every architecture whose firmware describes them.
+// sysconf reports the caches of x86-64 only; /sys lists those of every architecture whose firmware describes them.
 int64_t cache_bytes_in_sys() {
   int64_t largest = 0;
   for (int index = 0; index < 8; ++index) {

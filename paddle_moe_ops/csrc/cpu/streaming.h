@@ -1,11 +1,11 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Writing rows past the caches.
+// Writing rows with non-temporal stores.
 //
-// A plain store reads the line that it overwrites, and evicts other data from the cache. Non-temporal stores do neither. But an output
-// that stays in the cache is there for the next reader, and is up to twice as fast to write. So only calls that move more bytes than the
-// cache keeps stream: little of their output would be left in it.
+// A plain store reads the line that it overwrites, and evicts other data from the cache. Non-temporal stores do neither. But an
+// output that stays in the cache is faster to read next, and up to twice as fast to write. So only calls that move more bytes
+// than the cache keeps stream: little of their output would stay cached.
 #pragma once
 
 #include <cstdint>
@@ -17,18 +17,18 @@
 #include "cpu/row_kernels.h"
 #include "pmo/base.h"
 
-// Moved bytes beyond which a call streams; a negative number restores what the machine's last-level cache says. Not part of the
-// public interface: for tests and for measurements.
+// Moved bytes beyond which a call streams; a negative number restores the default, a share of the last-level cache. Not part of
+// the public interface: for tests and measurements.
 extern "C" PMO_API void pmo_cpu_set_streaming_bytes(int64_t bytes);
 
 namespace pmo {
 namespace cpu {
 
-// Whether a call that moves this many bytes moves more than the caches keep.
+// True if a call that moves this many bytes exceeds the caches.
 bool beyond_caches(int64_t bytes);
 
-// Writes rows of an output in one of the two ways. Each task makes its own: the destructor orders the streamed rows of the task's thread
-// before anything that the thread stores later.
+// A writer of output rows, by plain or non-temporal stores. Each task creates its own: the destructor orders the task's streamed
+// rows before later stores of its thread.
 class RowWriter {
  public:
   explicit RowWriter(bool streams) : streams_(streams), copy_(row_kernels(PMO_FLOAT32).copy) {}
@@ -50,7 +50,7 @@ class RowWriter {
     copy(target, from, bytes, next);
   }
 
-  // Whether a kernel may stream to contiguous rows: they consist of whole lines.
+  // True if a kernel may stream to contiguous rows: they consist of whole lines.
   bool streams_whole(const char* rows, int64_t row_bytes) const {
     return streams_ && (reinterpret_cast<uintptr_t>(rows) | static_cast<uintptr_t>(row_bytes)) % kLineBytes == 0;
   }

@@ -1,11 +1,11 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The router's top-k and its gradient on the CPU: threads own contiguous ranges of tokens and take them one by one.
+// The router's top-k and its gradient on the CPU. Threads own contiguous ranges of tokens and process them one by one.
 //
-// A token's values become integers in the order of choice (common/scoring.h). The highest of them are sorted to the front: mostly one
-// comparison per expert. Bytes moved: T * E elements and T * K ids and weights, with the scores T * E elements more; the gradient reads and
-// writes T * E elements.
+// A token's values become integers in the order of choice (common/scoring.h). A partial sort moves the highest to the front,
+// mostly with one comparison per expert. Bytes moved: T * E elements and T * K ids and weights; with scores, T * E elements more.
+// The gradient reads and writes T * E elements.
 #include "pmo/topk.h"
 
 #include <algorithm>
@@ -25,7 +25,7 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// An expert takes a thread about as long as copying this many bytes.
+// Cost of an expert for a thread, as the number of bytes that a copy moves in the same time.
 constexpr int64_t kBytesPerExpert = 32;
 
 // The sum of term(i) for i in [0, count), in the order of common/scoring.h.
@@ -77,7 +77,7 @@ void round_to(float* values, int64_t count) {
   for (int64_t i = 0; i < count; ++i) values[i] = Rows::load(Rows::store(values[i]));
 }
 
-// Brings the highest of some candidates to the front, from the highest down.
+// Sorts the highest `count` candidates to the front, in descending order.
 void sort_highest(uint64_t* candidates, int64_t size, int64_t count) {
   std::partial_sort(candidates, candidates + count, candidates + size, std::greater<uint64_t>());
 }
@@ -114,7 +114,7 @@ class Router {
   }
 
  private:
-  // Leaves the token's experts at the front of the candidates.
+  // Moves the token's experts to the front of the candidates.
   void choose() {
     const float* values = p_.pre_act != 0 ? scores_.data() : logits_.data();
     const float* bias = p_.correction_bias;
@@ -126,7 +126,7 @@ class Router {
     sort_highest(candidates_.data(), size, p_.topk);
   }
 
-  // Moves the candidates of the best groups to the front; how many they are.
+  // Moves the candidates of the best groups to the front; returns their number.
   int64_t keep_groups() {
     const int64_t count = std::min(p_.scores_per_group, group_size_);
     for (int64_t group = 0; group < p_.num_groups; ++group) {
@@ -147,7 +147,7 @@ class Router {
     return p_.topk_groups * group_size_;
   }
 
-  // From what the experts were chosen by, without the bias, to weights.
+  // Computes the weights from the values that experts are chosen by, without the bias.
   template <typename Rows>
   void weigh() {
     if (p_.pre_act == 0) {
@@ -180,7 +180,7 @@ class RouterBackward {
     const int64_t experts = p_.num_experts;
     ids_ = p_.ids + token * p_.topk;
     load<Rows>(p_.gating, token * p_.gating_row_stride, experts, logits_.data());
-    // The slopes of sigmoids need no scores; of the weights, only those that are renormalised do.
+    // The slopes of sigmoids need no scores; among weights, only renormalised ones do.
     if (p_.pre_act != 0 || p_.d_scores != nullptr) activate(logits_.data(), experts, p_.use_sigmoid != 0, scores_.data());
     load_d_weights<Rows>(token);
     if (p_.d_scores != nullptr) {
@@ -195,8 +195,8 @@ class RouterBackward {
  private:
   bool is_expert(int64_t k) const { return ids_[k] >= 0 && ids_[k] < p_.num_experts; }
 
-  // The weights before they were renormalised, what they are divided by, and the gradients of the quotients without the part that all
-  // slots share; zeros for an id that is none.
+  // Loads the weights before renormalisation, their divisor, and the gradients of the quotients without the term that all slots
+  // share. An invalid id has zeros.
   template <typename Rows>
   void load_d_weights(int64_t token) {
     const int64_t topk = p_.topk;
@@ -214,7 +214,7 @@ class RouterBackward {
     for (int64_t k = 0; k < topk; ++k) d_weights_[k] = is_expert(k) ? d_weights_[k] * p_.scaling_factor : 0.0f;
     if (p_.renormalize == 0) return;
     divisor_ = divisor_of(lane_sum(topk, [&](int64_t k) { return weights_[k]; }));
-    // Of the quotients, so that a single weight, which is 1, has a gradient of exactly 0.
+    // Computed from the quotients: a single weight, which is 1, has a gradient of exactly 0.
     const float through_sum = sum_of_products();
     for (float& d_weight : d_weights_) d_weight -= through_sum;
   }
@@ -256,7 +256,7 @@ class RouterBackward {
   std::vector<float> logits_, scores_, d_logits_, weights_, d_weights_;
 };
 
-// Each range of tokens with a worker of its own.
+// Runs a worker of its own over each range of tokens.
 template <typename Worker, typename Params>
 int each_token(const Params& p) {
   return with_rows(p.dtype, [&](auto rows) -> int {

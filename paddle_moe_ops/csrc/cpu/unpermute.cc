@@ -1,8 +1,8 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// unpermute and its gradient on the CPU. Threads own contiguous token ranges; a token's rows are read and its output row is
-// written by one thread, in one order, so the result does not depend on the threads.
+// unpermute and its gradient on the CPU. Threads own contiguous token ranges. One thread reads a token's rows and writes its
+// output row, in one order, so the result does not depend on the number of threads.
 //
 // Bytes moved: unpermute (N + T) * H; its gradient (T + N) * H for d_rows and N * H more for d_weights.
 #include <algorithm>
@@ -35,7 +35,7 @@ float weight_of(const Params& p, int64_t row) {
   return place < 0 ? 0.0f : with_plain_nan(p.weights[place]);
 }
 
-constexpr int64_t kFewRows = 3;  // of a token: more keep the memory busy as it is
+constexpr int64_t kFewRows = 3;  // of a token: more rows saturate the memory without grouping
 
 // The usable rows of one token, gathered for the row kernels.
 template <typename Params>
@@ -68,7 +68,7 @@ class TokenRows {
   int64_t count() const { return static_cast<int64_t>(count_); }
   int32_t row(int64_t i) const { return rows_[i]; }
   const float* weights() const { return weights_.empty() ? nullptr : weights_.data(); }
-  // Whether the sum is the bare row: no arithmetic touches it.
+  // True if the sum is the bare row, without arithmetic.
   bool is_copy() const { return count_ == 1 && (weights_.empty() || params_.copy_single_row != 0); }
 
  private:
@@ -91,15 +91,15 @@ int unpermute(const pmo_unpermute_params& p) {
   const bool streams = beyond_caches(bytes);
   parallel_ranges(p.num_tokens, bytes, p.num_threads, [&](int64_t begin, int64_t end) {
     const RowWriter writer(streams);
-    constexpr int64_t kLists = kTokensAhead + 1;
+    constexpr int64_t kLists = kPrefetchTokens + 1;
     std::vector<TokenRows<pmo_unpermute_params>> lists(kLists, {p, p.rows_row_stride * itemsize});
-    for (int64_t token = begin; token < std::min(begin + kTokensAhead, end); ++token) lists[token % kLists].collect(token);
+    for (int64_t token = begin; token < std::min(begin + kPrefetchTokens, end); ++token) lists[token % kLists].collect(token);
     for (int64_t token = begin; token < end; ++token) {
       const TokenRows<pmo_unpermute_params>& rows = lists[token % kLists];
       const RowList next = token + 1 < end ? lists[(token + 1) % kLists].list() : RowList{nullptr, 0};
-      if (token + kTokensAhead < end) {
-        TokenRows<pmo_unpermute_params>& later = lists[(token + kTokensAhead) % kLists];
-        later.collect(token + kTokensAhead);
+      if (token + kPrefetchTokens < end) {
+        TokenRows<pmo_unpermute_params>& later = lists[(token + kPrefetchTokens) % kLists];
+        later.collect(token + kPrefetchTokens);
         later.prefetch_beginnings();
       }
       char* out = static_cast<char*>(p.out) + token * out_bytes;
@@ -115,7 +115,7 @@ int unpermute(const pmo_unpermute_params& p) {
   return PMO_OK;
 }
 
-// Dot products, in groups that run together, of as many tokens as make up a group. A group waits until the next one is known.
+// A queue that groups the dot products of several tokens. A group runs once the next one is known, so that it can prefetch.
 class DotQueue {
  public:
   DotQueue(const pmo_unpermute_backward_params& p, bool scales)
@@ -125,7 +125,7 @@ class DotQueue {
         scales_(scales),
         group_(best_group(p, scales)) {}
 
-  // The product goes to d_weights[place].
+  // Queues a product whose result is stored to d_weights[place].
   void push(const void* a, const void* row, float weight, void* out, int64_t place) {
     prefetch_beginning(row, row_bytes_);
     Group& group = groups_[last_];
@@ -150,7 +150,7 @@ class DotQueue {
     int64_t places[kDotTerms];
   };
 
-  // The terms of a token share a factor: kDotTerms where whole tokens make up the groups, few where most have fewer rows than that.
+  // The terms of a token share a factor: kDotTerms if whole tokens fill the groups, kFewDotTerms if most tokens have fewer rows.
   static int64_t best_group(const pmo_unpermute_backward_params& p, bool scales) {
     if (scales) return p.num_rows > kFewRows * p.num_tokens ? kFewDotTerms : kTwoDotTerms;
     return p.max_rows_per_token % kDotTerms == 0 ? kDotTerms : kFewDotTerms;
@@ -173,10 +173,10 @@ class DotQueue {
   const bool scales_;
   const int64_t group_;
   Group groups_[2];
-  int last_ = 0;  // the group that fills up
+  int last_ = 0;  // the group that is being filled
 };
 
-// The gradient of one token after the other.
+// The gradient of unpermute, one token after the other.
 class TokenGradient {
  public:
   TokenGradient(const pmo_unpermute_backward_params& p, bool streams)
@@ -194,7 +194,7 @@ class TokenGradient {
     const bool copy = rows.weights() == nullptr || rows.is_copy();
     const void* following = d_out + d_out_stride_;
     const RowList next = {&following, token + 1 < params_.num_tokens ? 1 : 0};
-    if (token + kTokensAhead < params_.num_tokens) prefetch_beginning(d_out + kTokensAhead * d_out_stride_, row_bytes_);
+    if (token + kPrefetchTokens < params_.num_tokens) prefetch_beginning(d_out + kPrefetchTokens * d_out_stride_, row_bytes_);
     TargetBatches targets([&](const Targets& batch) {
       if (copy) {
         writer_.copy(batch, d_out, row_bytes_, next);

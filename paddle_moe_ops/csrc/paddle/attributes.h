@@ -3,15 +3,15 @@
 
 // The attributes of an operator as a struct.
 //
-// Paddle takes an operator's attributes as a list of strings, and hands them to its functions one by one, by position. Here the list is
-// written once, with the type of each attribute, its field and its name for Paddle:
+// Paddle expects an operator's attributes as a list of strings, and passes them to its functions one by one, by position. This
+// header declares the list once, with the type of each attribute, its field and its name for Paddle:
 //
 //   PMO_ATTRIBUTES(Attributes, (int64_t, padding_alignment, align), (int, checks, checks));
 //
-// defines a struct with these fields, and Attributes::names(), the strings. An operator and its gradients declare the same list, because
-// the shape inference of gradients gets the attributes of the forward operator. Their functions take the struct before their inputs.
-// PMO_KERNEL, PMO_INFER_SHAPE, PMO_INFER_DTYPE and PMO_DIRECT turn them into the functions that Paddle expects, and leave functions without
-// attributes as they are.
+// defines a struct with these fields, and Attributes::names(), the strings. An operator and its gradients declare the same list,
+// because the shape inference of gradients receives the attributes of the forward operator. Their functions accept the struct
+// before their inputs. PMO_KERNEL, PMO_INFER_SHAPE, PMO_INFER_DTYPE and PMO_DIRECT convert them to the functions that Paddle
+// expects, and leave functions without attributes unchanged.
 #pragma once
 
 #include <string>
@@ -23,7 +23,7 @@
 namespace pmo {
 namespace binding {
 
-// A field, and the parameter that it is filled from. Lists are not copied: attributes live no longer than the call.
+// A field, and the parameter that initialises it. Lists are not copied: attributes live no longer than the call.
 template <typename Type>
 using Attribute = std::conditional_t<std::is_arithmetic_v<Type>, Type, const Type&>;
 
@@ -31,7 +31,7 @@ using Attribute = std::conditional_t<std::is_arithmetic_v<Type>, Type, const Typ
 template <typename Placeholder, typename... Types>
 struct AttributeTypes {};
 
-// The AttributeTypes of a function's first parameter, void if it is no struct of attributes.
+// The AttributeTypes of a function's first parameter; void if that is no struct of attributes.
 template <typename First, typename = void>
 struct AttributeTypesOf {
   using Types = void;

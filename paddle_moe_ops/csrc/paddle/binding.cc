@@ -17,7 +17,7 @@ namespace binding {
 namespace {
 
 #ifndef PMO_PADDLE_2
-// An exception of Paddle's whose text is ours alone: Paddle's would begin with the kind and end with the place in this file.
+// A Paddle exception whose text is only ours: Paddle's would begin with the kind and end with the place in this file.
 class Failure : public common::enforce::EnforceNotMet {
  public:
   Failure(const common::ErrorSummary& error, const std::string& text) : EnforceNotMet(error, __FILE__, __LINE__), text_(text) {}
@@ -49,7 +49,7 @@ bool fits(const Shape& given, const Shape& shape) {
 
 }  // namespace
 
-#ifdef PMO_PADDLE_2  // operators have one kind of exception there
+#ifdef PMO_PADDLE_2  // its operators have one kind of exception
 void fail(const std::string& text) { PD_THROW(text); }
 void fail_internally(const std::string& text) { PD_THROW(text); }
 #else
@@ -144,7 +144,7 @@ void require_described(const paddle::Tensor& rows, int64_t hidden, int hidden_dt
 }
 
 void without_gradient(std::initializer_list<const paddle::Tensor*> saved) {
-  // the kernel's arguments are the very tensors whose edges Paddle looks at when the kernel has run
+  // the kernel's arguments are the very tensors whose edges Paddle reads after the kernel has run
   for (const paddle::Tensor* tensor : saved) const_cast<paddle::Tensor*>(tensor)->set_autograd_meta(nullptr);
 }
 

@@ -58,8 +58,8 @@ void* stream_of(const paddle::Tensor& tensor) {
 
 #endif
 
-// Zeros are asked for where there is no gradient, so they are hardly ever read. Pages that the system takes back read as zeros,
-// and cost nothing until they are read.
+// Zeros replace missing gradients, so they are hardly ever read. Pages released by madvise read as zeros, and cost nothing until
+// they are read.
 void fill_with_zeros(char* data, size_t bytes) {
 #ifdef __linux__
   constexpr size_t kManyBytes = size_t{1} << 20;
@@ -114,7 +114,7 @@ Target::Target(const char* function, std::initializer_list<const paddle::Tensor*
   const paddle::Tensor *first = nullptr, *without_elements = nullptr;
   const auto visit = [&](const paddle::Tensor* tensor) {
     if (!has_place(*tensor)) return;
-    if (tensor->numel() == 0) {  // Paddle may have left it on the host
+    if (tensor->numel() == 0) {  // it may be on the host
       without_elements = tensor;
       return;
     }
@@ -135,17 +135,17 @@ Target::Target(const char* function, std::initializer_list<const paddle::Tensor*
   if (!is_gpu_ && !first->is_cpu()) fail(std::string(function) + ": every tensor must be " + kDevices);
   if (!is_gpu_) return;
   current_device_.set(place_.GetDeviceId(), function);
-  stream_ = stream_of(*first);  // GPUPlace: that of the current device
+  stream_ = stream_of(*first);  // GPUPlace: the stream of the current device
 }
 
 #ifdef PMO_WITH_CUDA
-// Lives until the process ends; a later group whose address is the same uses it again.
+// A stream that lives until the process ends; a later group with the same address reuses it.
 struct GroupStream {
   cudaStream_t stream = nullptr;
-  cudaEvent_t event = nullptr, mark = nullptr;  // another thread's mark comes later on the same stream
+  cudaEvent_t event = nullptr, mark = nullptr;  // another thread's mark is later on the same stream
   mutable std::mutex mutex;                     // held while the event is in use
 
-  // Makes one stream wait for the other's work so far. The event may be recorded again as soon as that is asked for.
+  // Enqueues a wait of stream `waits` for the work of `works` so far. The event may be recorded again once the wait is enqueued.
   void wait(cudaStream_t waits, cudaStream_t works, const char* function) const {
     const std::lock_guard<std::mutex> lock(mutex);
     check_cuda(cudaEventRecord(event, works), function);
@@ -155,22 +155,22 @@ struct GroupStream {
 
 namespace {
 
-// On the current device.
+// The group's stream on the current device.
 const GroupStream* stream_of_group(const void* group, const char* function) {
   static std::mutex mutex;
-  static std::unordered_map<const void*, GroupStream> of_groups;  // whose elements stay where they are
+  static std::unordered_map<const void*, GroupStream> of_groups;  // addresses of its elements are stable
   const std::lock_guard<std::mutex> lock(mutex);
-  GroupStream& made = of_groups[group];
-  if (made.event == nullptr) {
+  GroupStream& group_stream = of_groups[group];
+  if (group_stream.event == nullptr) {
     int lowest = 0, highest = 0;
     check_cuda(cudaDeviceGetStreamPriorityRange(&lowest, &highest), function);
-    if (made.stream == nullptr) {
-      check_cuda(cudaStreamCreateWithPriority(&made.stream, cudaStreamNonBlocking, highest), function);
+    if (group_stream.stream == nullptr) {
+      check_cuda(cudaStreamCreateWithPriority(&group_stream.stream, cudaStreamNonBlocking, highest), function);
     }
-    if (made.mark == nullptr) check_cuda(cudaEventCreateWithFlags(&made.mark, cudaEventDisableTiming), function);
-    check_cuda(cudaEventCreateWithFlags(&made.event, cudaEventDisableTiming), function);
+    if (group_stream.mark == nullptr) check_cuda(cudaEventCreateWithFlags(&group_stream.mark, cudaEventDisableTiming), function);
+    check_cuda(cudaEventCreateWithFlags(&group_stream.event, cudaEventDisableTiming), function);
   }
-  return &made;
+  return &group_stream;
 }
 
 }  // namespace

@@ -1,9 +1,9 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The one place that knows which device a tensor is on and which stream its kernels go to.
+// Device of tensors and stream of their kernels.
 //
-// Three builds: without PMO_WITH_CUDA there is the CPU alone. With it, NVIDIA GPUs are GPUPlace under a CUDA build of Paddle
+// Three builds. Without PMO_WITH_CUDA: the CPU alone. With it, NVIDIA GPUs are GPUPlace under a CUDA build of Paddle
 // (PADDLE_WITH_CUDA), or the custom place "cuda_rig" of tools/gpu_rig under a CPU build of Paddle (PADDLE_WITH_CUSTOM_DEVICE).
 #pragma once
 
@@ -18,11 +18,11 @@ namespace binding {
 // False for tensors without elements that recompute by hooks unpacked: they have no memory, and `data()` throws.
 bool has_place(const paddle::Tensor& tensor);
 
-// Which GPU is the thread's current one.
+// A scope in which another GPU is the thread's current one.
 class CurrentDevice {
  public:
   CurrentDevice() = default;
-  // Goes back to the one before.
+  // Restores the previous current GPU.
   ~CurrentDevice();
   CurrentDevice(const CurrentDevice&) = delete;
   CurrentDevice& operator=(const CurrentDevice&) = delete;
@@ -30,14 +30,15 @@ class CurrentDevice {
   void set(int device, const char* function);
 
  private:
-  int before_ = -1;  // if it was another
+  int before_ = -1;  // the previous GPU if it was another
 };
 
 class Target {
  public:
-  // The device that all tensors with elements are on. If none has elements, that of one with a place; if none has a place, the CPU. A GPU is
-  // the thread's current one until the end of this object, for kernels go to the current one whatever their stream. Throws if tensors with
-  // elements are on several devices or on one without kernels, and if a required one is undefined; optional ones may be null or undefined.
+  // Chooses the device that all tensors with elements are on. If none has elements: the device of one with a place; if none has a
+  // place: the CPU. A GPU is the thread's current one until the end of this object, because kernels launch on the current GPU
+  // whatever their stream. Throws if tensors with elements are on several devices or on one without kernels, or if a required
+  // tensor is undefined. Optional ones may be null or undefined.
   Target(const char* function, std::initializer_list<const paddle::Tensor*> required,
          std::initializer_list<const paddle::Tensor*> optional = {});
 
@@ -45,7 +46,7 @@ class Target {
   void* stream() const { return stream_; }
   const paddle::Place& place() const { return place_; }
 
-  // Tensors on the device: not written, and of zeros.
+  // Tensors on the device, uninitialised or zeros.
   paddle::Tensor empty(const std::vector<int64_t>& shape, paddle::DataType dtype) const {
     return paddle::empty(shape, dtype, place_);
   }
@@ -53,15 +54,15 @@ class Target {
   paddle::Tensor empty_float32(const std::vector<int64_t>& shape) const { return empty(shape, paddle::DataType::FLOAT32); }
   paddle::Tensor zeros(const std::vector<int64_t>& shape, paddle::DataType dtype) const;
 
-  // On a GPU, contiguous rows at an odd address are copied: the order in which a dot product is added up follows the width of accesses,
-  // and shall depend on shape and dtype alone.
+  // Returns contiguous rows at an aligned address, on a GPU by a copy if necessary. The summation order of a dot product follows
+  // the width of accesses, and must depend on shape and dtype alone.
   paddle::Tensor aligned(const paddle::Tensor& tensor) const;
 
-  // Writes zeros to memory of the device, and copies from one place there to another.
+  // Zero and copy memory of the device.
   void clear(void* memory, int64_t bytes) const;
   void copy(const void* source, int64_t bytes, void* target) const;
 
-  // Copies from the device to host memory and waits for it: on a GPU a synchronisation with the stream.
+  // Copies from the device to host memory and waits for it: a synchronisation with the stream on a GPU.
   void copy_to_host(const void* source, int64_t bytes, void* target) const;
 
  private:
@@ -77,12 +78,13 @@ class Target {
 
 struct GroupStream;
 
-// The side stream of a group of ranks, for small kernels: it has the highest priority. Its work starts after all that the target's stream
-// was given before `fork`, and the target's stream waits for it at `join`. Memory that its kernels use must live from fork to join.
-// Groups have a stream each, since their barriers may be reached in another order on each rank. On a CPU everything runs at once.
+// The side stream of a group of ranks, for small kernels, with the highest priority. Its work starts after all work that was
+// enqueued on the target's stream before `fork`; the target's stream waits for it at `join`. Memory that its kernels use must
+// live from fork to join. Each group has its own stream, since ranks may reach the barriers of groups in different orders. On a
+// CPU all calls run synchronously.
 class SideStream {
  public:
-  // `group`: an address that is the group's own, such as that of its barrier's state.
+  // `group`: an address unique to the group, such as that of its barrier's state.
   SideStream(const Target& target, const void* group);
 
   // The target's device with the side stream.
@@ -90,7 +92,7 @@ class SideStream {
   void fork() const;
   void join() const;
 
-  // `mark` records how far the side stream is; `join_mark` waits for that alone. `join` must still follow.
+  // `mark` records an event on the side stream; `join_mark` waits for that event alone. `join` must still follow.
   void mark() const;
   void join_mark() const;
 

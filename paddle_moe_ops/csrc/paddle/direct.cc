@@ -21,12 +21,12 @@ bool is_summed(const paddle::Tensor& rows) {
   return dtype == paddle::DataType::FLOAT32 || dtype == paddle::DataType::BFLOAT16 || dtype == paddle::DataType::FLOAT16;
 }
 
-bool holds_ids(const paddle::Tensor& routemap) {
+bool is_routemap(const paddle::Tensor& routemap) {
   const bool are_integers = routemap.dtype() == paddle::DataType::INT32 || routemap.dtype() == paddle::DataType::INT64;
   return are_integers && has_columns(routemap);
 }
 
-bool are_together(std::initializer_list<const paddle::Tensor*> tensors) {
+bool are_on_one_device(std::initializer_list<const paddle::Tensor*> tensors) {
   for (const paddle::Tensor* tensor : tensors) {
     if (tensor->place() != (*tensors.begin())->place()) return false;
   }
@@ -85,7 +85,7 @@ DirectArgument read(PyObject* object) {
     DirectArgument::expect(PyList_Check(object));
     argument.kind = DirectArgument::kIntegers;
     for (Py_ssize_t i = 0; i < PyList_Size(object); ++i) {
-      DirectArgument::expect(PyLong_CheckExact(PyList_GetItem(object, i)));  // others would be asked by Python code of theirs
+      DirectArgument::expect(PyLong_CheckExact(PyList_GetItem(object, i)));  // subclasses would run Python code
       const long long integer = PyLong_AsLongLong(PyList_GetItem(object, i));
       DirectArgument::expect(integer == static_cast<int>(integer));
       argument.integers.push_back(static_cast<int>(integer));
@@ -122,21 +122,21 @@ PyObject* call(const DirectOperator& callee, PyObject* const* objects, Py_ssize_
   return results_of(run(callee, read_all(callee, objects, count)));
 }
 
-// What the environment asks for is looked at by Python.
+// Python reads the values of environment variables.
 bool is_set(const char* variable) {
   const char* value = std::getenv(variable);
   return value != nullptr && value[0] != 0;
 }
 
-// The outputs; True if a gradient is wanted and the arguments fit; None if the call must go the long way.
+// Returns the outputs; True if a gradient is needed and the arguments fit; None if Python must run its checks.
 PyObject* call_quick(const DirectOperator& callee, PyObject* const* objects, Py_ssize_t count) {
   Outputs outputs;
-  bool fits = false, wants_gradient = false;
+  bool fits = false, needs_gradient = false;
   try {
     bool declines = is_set("PADDLE_MOE_OPS_BACKEND") || is_set("PADDLE_MOE_OPS_VALIDATE");
     for (Py_ssize_t i = 0; i < count && !declines; ++i) {
       if (paddle::pybind::PyCheckTensor(objects[i])) {
-        wants_gradient |= !stops_gradient(objects[i]);
+        needs_gradient |= !stops_gradient(objects[i]);
       } else {
         declines = !PyLong_CheckExact(objects[i]) && !PyList_Check(objects[i]);
       }
@@ -147,14 +147,14 @@ PyObject* call_quick(const DirectOperator& callee, PyObject* const* objects, Py_
         declines |= argument.kind == DirectArgument::kTensor && !argument.tensor.is_dense_tensor();
       }
       fits = !declines && callee.fits(arguments.data());
-      if (fits && !wants_gradient) outputs = run(callee, arguments);
+      if (fits && !needs_gradient) outputs = run(callee, arguments);
     }
-  } catch (const std::exception&) {  // the long way says what is wrong
+  } catch (const std::exception&) {  // Python's checks report the error
   }
   PyErr_Clear();
   if (outputs.size() == 1) return paddle::pybind::ToPyObject(outputs[0], false);
   if (!outputs.empty()) return results_of(outputs);
-  PyObject* answer = fits && wants_gradient ? Py_True : Py_None;
+  PyObject* answer = fits && needs_gradient ? Py_True : Py_None;
   Py_INCREF(answer);
   return answer;
 }
@@ -176,7 +176,7 @@ extern "C" PyObject* call_from_python(PyObject* capsule, PyObject* const* object
 // The module's name is that of the library's file.
 PyMODINIT_FUNC PyInit__C_pd_() {
   static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C_pd_", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
-  static std::vector<PyMethodDef> methods;  // functions keep pointers to theirs
+  static std::vector<PyMethodDef> methods;  // functions keep pointers to their definitions
   PyObject* module = PyModule_Create(&definition);
   if (module == nullptr) return nullptr;
   const std::vector<pmo::binding::DirectOperator>& operators = pmo::binding::direct_operators();

@@ -1,16 +1,18 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Operators that Python calls without Paddle's machinery for custom operators, where no gradient is wanted.
+// Direct calls: operators that Python calls without Paddle's dispatch of custom operators, if no gradient is needed.
 //
-// That machinery copies the descriptions of all registered operators, some hundred strings, at every call, and takes attributes apart
-// again: several times as long as a small call of an operator itself. A function announced here is the same one that Paddle calls.
+// At every call, that dispatch copies the descriptions of all registered operators, about a hundred strings, and parses
+// attributes again. Both take several times as long as a small operator itself. A function announced by PMO_DIRECT is the same
+// one that Paddle calls.
 //
-// Quick calls go further: they take the place of the Python function's checks too. Where one of those might have something to say, they
-// decline, and the call goes the long way. Bad data is found when an operator runs, so it runs again then, to say what is wrong.
+// Quick calls also replace the checks of the Python function. If one of those could fail or warn, the quick call declines, and
+// Python runs its checks and the operator. Bad data is found while an operator runs: it then runs a second time to report the
+// error.
 //
-// Paddle copies those descriptions where a gradient is wanted, whatever we do. Strings of up to 15 characters cost it no allocation: that
-// is why inputs, outputs and attributes have short names.
+// Paddle always copies those descriptions if a gradient is needed. Strings of up to 15 characters need no allocation: that is why
+// inputs, outputs and attributes have short names.
 #pragma once
 
 #include <type_traits>
@@ -64,7 +66,8 @@ struct DirectOperator {
   const char* name;
   size_t num_arguments;
   Outputs (*run)(const DirectArgument* arguments);
-  // Of a quick operator, which takes dense tensors only and declines what does not fit; an exception means that it declines, too. Else null.
+  // For quick operators, else null: true if a quick call accepts the arguments, whose tensors are all dense. An exception counts
+  // as false.
   bool (*fits)(const DirectArgument* arguments);
 };
 
@@ -88,14 +91,14 @@ struct DirectCall<Result (*)(Parameters...)> {
   }
 };
 
-// Checks of quick calls, which Python functions make otherwise.
+// Checks of quick calls, in place of those of the Python functions.
 inline bool has_columns(const paddle::Tensor& matrix) { return matrix.shape().size() == 2 && matrix.shape()[1] > 0; }
 inline bool can_count(int64_t num_experts) { return num_experts >= 1 && num_experts <= int64_t{1} << 16; }
-bool is_summed(const paddle::Tensor& rows);  // of a dtype that sums have
-bool holds_ids(const paddle::Tensor& routemap);
-bool are_together(std::initializer_list<const paddle::Tensor*> tensors);  // on one device
+bool is_summed(const paddle::Tensor& rows);  // true if their dtype can be summed
+bool is_routemap(const paddle::Tensor& routemap);
+bool are_on_one_device(std::initializer_list<const paddle::Tensor*> tensors);
 
-// What `validate=None` means where PADDLE_MOE_OPS_VALIDATE does not say.
+// The default of `validate=None` if PADDLE_MOE_OPS_VALIDATE is not set.
 inline int default_checks(const Target& target) {
   return target.is_gpu() ? 0 : PMO_CHECK_RANGE | PMO_CHECK_DUPLICATES | PMO_CHECK_NAN;
 }
@@ -118,12 +121,13 @@ bool announce_quick(const char* name) {
 }  // namespace binding
 }  // namespace pmo
 
-// At global scope of an operator's file, with the kernel function that is passed to PMO_KERNEL.
+// Announces a direct call. Used at global scope of an operator's file, with the kernel function that is passed to PMO_KERNEL.
 #define PMO_DIRECT(name, function) \
   [[maybe_unused]] static const bool name##_is_direct = pmo::binding::announce<&pmo::binding::ByPosition<&function>::call>(#name)
 
-// The same for a function of tensors, integers and lists of them, which Python knows as quick_name. It gives its only output, or a tuple of
-// several. `fits` has the same parameters and says whether a call has nothing to say but about its data. Where a tensor wants a gradient,
-// Python gets True if they fit, and calls the operator through Paddle without checks of its own.
+// Announces a quick call, quick_name in Python, of a function of tensors, integers and lists of integers. It returns its only
+// output or a tuple of outputs. `fits` has the same parameters and returns whether only the data of a call can still be invalid.
+// If a tensor needs a gradient and the arguments fit, the call returns True, and Python calls the operator through Paddle without
+// checks.
 #define PMO_QUICK(name, function, fits) \
   [[maybe_unused]] static const bool name##_is_quick = pmo::binding::announce_quick<&function, &fits>("quick_" #name)

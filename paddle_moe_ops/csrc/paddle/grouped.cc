@@ -14,7 +14,7 @@ namespace {
 
 int64_t bytes_of(const paddle::Tensor& tensor) { return tensor.numel() * static_cast<int64_t>(phi::SizeOf(tensor.dtype())); }
 
-// Paddle's matmul, written to memory that is there; releases that cannot do that make a tensor.
+// Paddle's matmul, written to existing memory; releases without that overload allocate a tensor.
 template <typename Tensor>
 auto matmul_into(const Tensor& x, const Tensor& y, bool transpose_x, bool transpose_y, Tensor* out, int)
     -> decltype(paddle::matmul(x, y, transpose_x, transpose_y, paddle::optional<Tensor*>(out)), void()) {
@@ -32,10 +32,10 @@ int32_t capability_here([[maybe_unused]] const Target& target) {
   return 0;
 }
 
-// Dense, and on the device: sizes that a program has as constants may be in host memory.
-paddle::Tensor numbers_on(const Target& target, const paddle::Tensor& numbers) {
-  const paddle::Tensor made = dense(numbers);
-  return made.place() == target.place() ? made : made.copy_to(target.place(), true);
+// Dense integers on the device: sizes that a program has as constants may be in host memory.
+paddle::Tensor integers_on(const Target& target, const paddle::Tensor& integers) {
+  const paddle::Tensor on_any = dense(integers);
+  return on_any.place() == target.place() ? on_any : on_any.copy_to(target.place(), true);
 }
 
 }  // namespace
@@ -49,7 +49,7 @@ paddle::Tensor in_dtype(const Target& target, const paddle::Tensor& tensor, padd
 Grouped::Grouped(const Target& target, const char* function, const paddle::Tensor& sizes, const paddle::Tensor* offsets,
                  int64_t num_rows, int32_t tile_rows)
     : target_(target), function_(function), num_rows_(num_rows), experts_(sizes.shape()[0]), tile_rows_(tile_rows) {
-  const paddle::Tensor dense_sizes = numbers_on(target, sizes);
+  const paddle::Tensor dense_sizes = integers_on(target, sizes);
   paddle::Tensor dense_offsets;
   pmo_grouped_tables_params p = {};
   p.struct_size = sizeof(p);
@@ -60,7 +60,7 @@ Grouped::Grouped(const Target& target, const char* function, const paddle::Tenso
   if (offsets != nullptr) {
     require_rank(*offsets, 1, function, "offsets");
     require(offsets->shape()[0] >= experts_, function, "offsets must have one entry for each expert at least");
-    dense_offsets = numbers_on(target, *offsets);
+    dense_offsets = integers_on(target, *offsets);
     p.offsets = dense_offsets.data();
     p.offsets_kind = index_kind(*offsets, function, "offsets");
   }
@@ -74,15 +74,15 @@ Grouped::Grouped(const Target& target, const char* function, const paddle::Tenso
 }
 
 bool Grouped::has_kernels(paddle::DataType dtype, int64_t inner, int64_t outer) const {
-  return takes(dtype == paddle::DataType::FLOAT16    ? PMO_FLOAT16
-               : dtype == paddle::DataType::BFLOAT16 ? PMO_BFLOAT16
-                                                     : PMO_FLOAT32,
-               inner, outer);
+  return supports(dtype == paddle::DataType::FLOAT16    ? PMO_FLOAT16
+                  : dtype == paddle::DataType::BFLOAT16 ? PMO_BFLOAT16
+                                                        : PMO_FLOAT32,
+                  inner, outer);
 }
 
-bool Grouped::has_float8_kernels(int64_t inner, int64_t outer) const { return takes(PMO_FLOAT8_E4M3FN, inner, outer); }
+bool Grouped::has_float8_kernels(int64_t inner, int64_t outer) const { return supports(PMO_FLOAT8_E4M3FN, inner, outer); }
 
-bool Grouped::takes(int32_t dtype, int64_t inner, int64_t outer) const {
+bool Grouped::supports(int32_t dtype, int64_t inner, int64_t outer) const {
   pmo_grouped_facts facts = {};
   facts.struct_size = sizeof(facts);
   facts.num_rows = num_rows_;
@@ -94,33 +94,33 @@ bool Grouped::takes(int32_t dtype, int64_t inner, int64_t outer) const {
   return pmo_grouped_takes(&facts) != 0;
 }
 
-paddle::Tensor Grouped::product(const paddle::Tensor& rows, const paddle::Tensor& matrices, bool transpose,
-                                paddle::DataType dtype) const {
+paddle::Tensor Grouped::gemm(const paddle::Tensor& rows, const paddle::Tensor& matrices, bool transpose,
+                             paddle::DataType dtype) const {
   const MatrixSizes sizes(matrices.shape(), transpose);
   if (has_kernels(matrices.dtype(), sizes.inner, sizes.outer)) {
     paddle::Tensor out = target_.empty({num_rows_, sizes.outer}, matrices.dtype());
     launch({}, rows, matrices, transpose, &out);
-    clear_others(&out);
+    clear_ungrouped_rows(&out);
     return in_dtype(target_, out, dtype);
   }
-  const paddle::DataType summed = summed_dtype(matrices.dtype());
+  const paddle::DataType summed = matmul_dtype(matrices.dtype());
   const paddle::Tensor source = dense(in_dtype(target_, rows, summed)), factors = dense(in_dtype(target_, matrices, summed));
   paddle::Tensor out = target_.empty({num_rows_, sizes.outer}, summed);
   prepare_pages(target_, out);
   const int64_t height = transpose ? sizes.outer : sizes.inner, width = transpose ? sizes.inner : sizes.outer;
-  int64_t made = 0;
+  int64_t done = 0;
   each([&](int64_t expert, int64_t begin, int64_t end) {
-    clear_rows(&out, made, sizes.inner == 0 ? end : begin);
-    made = end;
+    clear_rows(&out, done, sizes.inner == 0 ? end : begin);
+    done = end;
     if (begin == end || sizes.inner == 0 || sizes.outer == 0) return;
     multiply(view(source, begin, end - begin, sizes.inner), view(factors, expert * height, height, width), false, transpose,
              view(out, begin, end - begin, sizes.outer));
   });
-  clear_rows(&out, made, num_rows_);
+  clear_rows(&out, done, num_rows_);
   return in_dtype(target_, out, dtype);
 }
 
-paddle::Tensor Grouped::outer(const paddle::Tensor& p, const paddle::Tensor& q, paddle::DataType dtype) const {
+paddle::Tensor Grouped::wgrad(const paddle::Tensor& p, const paddle::Tensor& q, paddle::DataType dtype) const {
   const int64_t height = p.shape()[1], width = q.shape()[1];
 #ifdef PMO_WITH_CUDA
   if (has_kernels(dtype, height, width)) {
@@ -145,7 +145,7 @@ paddle::Tensor Grouped::outer(const paddle::Tensor& p, const paddle::Tensor& q, 
     return out;
   }
 #endif
-  const paddle::DataType summed = summed_dtype(dtype);
+  const paddle::DataType summed = matmul_dtype(dtype);
   const paddle::Tensor of_p = dense(in_dtype(target_, p, summed)), of_q = dense(in_dtype(target_, q, summed));
   paddle::Tensor out = target_.empty({experts_, height, width}, summed);
   prepare_pages(target_, out);
@@ -198,7 +198,7 @@ void Grouped::launch_float8([[maybe_unused]] pmo_grouped_float8_params params, [
 #endif
 }
 
-// Where all rows are, to a launch of a product of all of them.
+// Sets the fields of a launch over all rows and tiles.
 template <typename Params>
 void Grouped::set_tables(Params* params) const {
   params->num_rows = params->num_sources = params->window_rows = num_rows_;
@@ -227,12 +227,12 @@ void Grouped::each(const Function& function) const {
   }
 }
 
-// Paddle's CPU kernels have no products of 16-bit floats.
-paddle::DataType Grouped::summed_dtype(paddle::DataType dtype) const {
+// Paddle's CPU matmul does not support 16-bit floats.
+paddle::DataType Grouped::matmul_dtype(paddle::DataType dtype) const {
   return target_.is_gpu() ? dtype : paddle::DataType::FLOAT32;
 }
 
-// Rows of a dense tensor, taken for one of `columns` columns.
+// Rows of a dense tensor, viewed as a tensor of `columns` columns.
 paddle::Tensor Grouped::view(const paddle::Tensor& tensor, int64_t first, int64_t rows, int64_t columns) const {
   const int64_t offset = first * columns * static_cast<int64_t>(phi::SizeOf(tensor.dtype()));
   auto* data = const_cast<char*>(static_cast<const char*>(tensor.data())) + offset;
@@ -247,13 +247,13 @@ void Grouped::multiply(const paddle::Tensor& x, const paddle::Tensor& y, bool tr
   if (part.data() != memory) target_.copy(part.data(), bytes, memory);
 }
 
-// Of a tensor whose last dimension is that of its rows.
+// Zeroes rows [begin, end), each as long as the tensor's last dimension.
 void Grouped::clear_rows(paddle::Tensor* out, int64_t begin, int64_t end) const {
   const int64_t row_bytes = out->shape().back() * static_cast<int64_t>(phi::SizeOf(out->dtype()));
   if (begin < end && row_bytes > 0) target_.clear(static_cast<char*>(out->data()) + begin * row_bytes, (end - begin) * row_bytes);
 }
 
-void Grouped::clear_others(paddle::Tensor* out) const {
+void Grouped::clear_ungrouped_rows(paddle::Tensor* out) const {
 #ifdef PMO_WITH_CUDA
   pmo_grouped_clear_params p = {};
   p.struct_size = sizeof(p);
@@ -267,7 +267,7 @@ void Grouped::clear_others(paddle::Tensor* out) const {
 #endif
 }
 
-// Rows that the GPU's copy engine can take: at multiples of 16 bytes, and none over another.
+// Rows that TMA can load: at multiples of 16 bytes, without overlap.
 Matrix Grouped::readable(const paddle::Tensor& rows) const {
   Matrix given(rows);
   const int64_t row_bytes = given.row_stride * static_cast<int64_t>(phi::SizeOf(rows.dtype()));

@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// grouped_product: groups of rows, each times a matrix of its own. paddle/grouped.h says how they are multiplied where.
+// grouped_product: groups of rows, each times its own matrix; paddle/grouped.h chooses the implementation.
 #include "paddle/direct.h"
 #include "paddle/grouped.h"
 
@@ -11,7 +11,7 @@ using namespace pmo::binding;  // NOLINT: this file is the operator's own
 
 constexpr char kFunction[] = "grouped_gemm";
 
-// follow: the groups follow each other, and offsets are not looked at. wide: the product is float32, whatever x is, for those who go on with it.
+// follow: the groups are contiguous, and offsets are not read. wide: the result is float32 for any dtype of x.
 PMO_ATTRIBUTES(Attributes, (bool, transpose, transpose), (bool, follow, follow), (bool, wide, wide), (bool, need_x_grad, x_grad),
                (bool, need_w_grad, w_grad));
 
@@ -29,15 +29,15 @@ class Product {
         groups_(checked(target_, a, x, matrices, sizes, offsets), kFunction, sizes, a.follow ? nullptr : &offsets,
                 dim(x.shape(), 0)) {}
 
-  // of rows [M, D] with matrices like those of the call; `back` is of rows [M, N], with transposed matrices
-  paddle::Tensor product(const paddle::Tensor& rows, const paddle::Tensor& matrices, paddle::DataType dtype,
-                         bool back = false) const {
-    return groups_.product(rows, matrices, a_.transpose != back, dtype);
+  // Grouped GEMM of rows [M, D] with matrices like those of the call; `back`: of rows [M, N] with transposed matrices (dgrad)
+  paddle::Tensor gemm(const paddle::Tensor& rows, const paddle::Tensor& matrices, paddle::DataType dtype,
+                      bool back = false) const {
+    return groups_.gemm(rows, matrices, a_.transpose != back, dtype);
   }
 
-  // Of the shape of the matrices: the sums over the rows of each group of the products of their columns, of rows and of gradients.
-  paddle::Tensor outer(const paddle::Tensor& rows, const paddle::Tensor& gradients) const {
-    return a_.transpose ? groups_.outer(gradients, rows, matrices_.dtype()) : groups_.outer(rows, gradients, matrices_.dtype());
+  // Wgrad, in the shape of the matrices: sums over the rows of each group.
+  paddle::Tensor wgrad(const paddle::Tensor& rows, const paddle::Tensor& gradients) const {
+    return a_.transpose ? groups_.wgrad(gradients, rows, matrices_.dtype()) : groups_.wgrad(rows, gradients, matrices_.dtype());
   }
 
   const Target& target() const { return target_; }
@@ -74,7 +74,7 @@ class Product {
 Outputs grouped_product(const Attributes& a, const paddle::Tensor& x, const paddle::Tensor& matrices, const paddle::Tensor& sizes,
                         const paddle::Tensor& offsets) {
   const Product call(a, x, matrices, sizes, offsets);
-  return {call.product(x, matrices, call.dtype())};
+  return {call.gemm(x, matrices, call.dtype())};
 }
 
 std::vector<Shape> grouped_product_shapes(const Attributes& a, const Shape& x, const Shape& matrices, const Shape&,
@@ -92,9 +92,9 @@ Outputs grouped_product_backward(const Attributes& a, const paddle::Tensor& x, c
   const Product call(a, x, matrices, sizes, offsets);
   require_gradient(d_out, call.shape(), call.dtype(), kFunction, "the gradient of the product");
   without_gradient({&sizes, &offsets});
-  const bool is_there = d_out.initialized();
-  return {a.need_x_grad && is_there ? call.product(d_out, matrices, x.dtype(), true) : call.zeros_like(x),
-          a.need_w_grad && is_there ? call.outer(x, d_out) : call.zeros_like(matrices)};
+  const bool has_d_out = d_out.initialized();
+  return {a.need_x_grad && has_d_out ? call.gemm(d_out, matrices, x.dtype(), true) : call.zeros_like(x),
+          a.need_w_grad && has_d_out ? call.wgrad(x, d_out) : call.zeros_like(matrices)};
 }
 
 std::vector<Shape> grouped_product_backward_shapes(const Attributes&, const Shape& x, const Shape& matrices, const Shape&,
@@ -117,14 +117,14 @@ Outputs grouped_product_double_backward(const Attributes& a, const paddle::Tenso
   require_gradient(dd_w, matrices.shape(), x.dtype(), kFunction, "the gradient of the gradient of the matrices");
   without_gradient({&sizes, &offsets});
   const bool by_x = a.need_x_grad && dd_x.initialized(), by_w = a.need_w_grad && dd_w.initialized();
-  paddle::Tensor d_x = by_w ? call.product(d_out, dd_w, x.dtype(), true) : call.zeros_like(x);
-  paddle::Tensor d_w = by_x ? call.outer(dd_x, d_out) : call.zeros_like(matrices);
+  paddle::Tensor d_x = by_w ? call.gemm(d_out, dd_w, x.dtype(), true) : call.zeros_like(x);
+  paddle::Tensor d_w = by_x ? call.wgrad(dd_x, d_out) : call.zeros_like(matrices);
   if (!by_x && !by_w) return {d_x, d_w, call.zeros()};
-  if (!by_x) return {d_x, d_w, call.product(x, dd_w, call.dtype())};
-  if (!by_w) return {d_x, d_w, call.product(dd_x, matrices, call.dtype())};
-  // Paddle's add knows no 16-bit floats on the CPU.
+  if (!by_x) return {d_x, d_w, call.gemm(x, dd_w, call.dtype())};
+  if (!by_w) return {d_x, d_w, call.gemm(dd_x, matrices, call.dtype())};
+  // Paddle's CPU add does not support 16-bit floats.
   const auto wide = paddle::DataType::FLOAT32;
-  const paddle::Tensor d_out_sum = paddle::add(call.product(dd_x, matrices, wide), call.product(x, dd_w, wide));
+  const paddle::Tensor d_out_sum = paddle::add(call.gemm(dd_x, matrices, wide), call.gemm(x, dd_w, wide));
   return {d_x, d_w, in_dtype(call.target(), d_out_sum, call.dtype())};
 }
 

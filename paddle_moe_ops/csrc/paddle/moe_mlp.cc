@@ -12,7 +12,7 @@ namespace pmo {
 namespace binding {
 namespace {
 
-// The target, once all operands are what they must be.
+// Checks all operands; returns the target.
 const Target& checked(const Target& target, const MlpAttributes& a, const MlpOperands& o) {
   require(o.sizes.defined() && o.offsets.defined(), kMoeMlp, "a required tensor is missing");
   require(is_summed(o.x), kMoeMlp, "x must be float32, float16 or bfloat16");
@@ -45,8 +45,8 @@ ExpertLayer::ExpertLayer(const MlpAttributes& attributes, const MlpOperands& ope
       operands_(operands),
       groups_(checked(target_, attributes, operands), kMoeMlp, operands.sizes, &operands.offsets,
               dim(operands.row_to_token.shape(), 0), tile_rows),
-      owners_(dense(operands.row_to_token)),
-      factors_(dense(operands.weights)),
+      row_to_token_(dense(operands.row_to_token)),
+      row_weights_(dense(operands.weights)),
       hidden_size(operands.x.shape()[1]),
       inner(MatrixSizes(operands.down.shape(), attributes.transpose).inner) {}
 
@@ -82,33 +82,33 @@ paddle::Tensor ExpertLayer::swiglu(const paddle::Tensor& hidden) const {
 }
 
 ActivationGradients ExpertLayer::swiglu_backward(const paddle::Tensor& hidden, paddle::Tensor scaled) const {
-  ActivationGradients made;
-  made.d_weights = target_.empty_float32({num_rows()});
-  made.d_hidden = new_rows(2 * inner, hidden.dtype());
+  ActivationGradients gradients;
+  gradients.d_weights = target_.empty_float32({num_rows()});
+  gradients.d_hidden = new_rows(2 * inner, hidden.dtype());
   pmo_swiglu_backward_params p = {};
   p.struct_size = sizeof(p);
   p.num_rows = num_rows();
   p.width = inner;
   p.hidden = hidden.data();
-  p.row_to_token = owners_.data<int32_t>();
-  p.weights = factors_.data<float>();
-  p.d_hidden = made.d_hidden.data();
+  p.row_to_token = row_to_token_.data<int32_t>();
+  p.weights = row_weights_.data<float>();
+  p.d_hidden = gradients.d_hidden.data();
   p.scaled = scaled.data();
-  p.d_weights = made.d_weights.data<float>();
+  p.d_weights = gradients.d_weights.data<float>();
   p.dtype = dtype_of(scaled, kMoeMlp, "x");
   check_status(PMO_CALL(target_, swiglu_backward, &p), kMoeMlp);
-  made.scaled = scaled;
-  return made;
+  gradients.scaled = scaled;
+  return gradients;
 }
 
 paddle::Tensor ExpertLayer::d_down(const ActivationGradients& gradients, const paddle::Tensor& d_out) const {
   const paddle::Tensor rows = gradients.d_out.defined() ? gradients.d_out : rows_of(d_out);
-  return transpose_ ? groups_.outer(rows, gradients.scaled, dtype()) : groups_.outer(gradients.scaled, rows, dtype());
+  return transpose_ ? groups_.wgrad(rows, gradients.scaled, dtype()) : groups_.wgrad(gradients.scaled, rows, dtype());
 }
 
 paddle::Tensor ExpertLayer::d_gate_up(const ActivationGradients& gradients) const {
   const paddle::Tensor rows = rows_of(operands_.x);
-  return transpose_ ? groups_.outer(gradients.d_hidden, rows, dtype()) : groups_.outer(rows, gradients.d_hidden, dtype());
+  return transpose_ ? groups_.wgrad(gradients.d_hidden, rows, dtype()) : groups_.wgrad(rows, gradients.d_hidden, dtype());
 }
 
 Outputs mlp_forward(const MlpAttributes& a, const ExpertLayer& layer, const MlpOperands& o) {
@@ -121,21 +121,21 @@ Outputs mlp_forward(const MlpAttributes& a, const ExpertLayer& layer, const MlpO
 Outputs mlp_backward(const MlpAttributes& a, const ExpertLayer& layer, const MlpOperands& o, const paddle::Tensor& hidden,
                      const paddle::Tensor& d_out) {
   require_gradient(d_out, o.x.shape(), o.x.dtype(), kMoeMlp, "the gradient of the result");
-  // A program from a file may give anything for what the forward pass kept.
+  // A program from a file may pass any tensor as `hidden`.
   require(hidden.defined(), kMoeMlp, "a required tensor is missing");
   require_gradient(hidden, {a.keep_hidden ? layer.num_rows() : 0, 2 * layer.inner}, o.x.dtype(), kMoeMlp, "hidden");
   without_gradient({&o.token_rows, &o.row_to_token, &o.sizes, &o.offsets, &hidden});
   const auto zeros_like = [&](const paddle::Tensor& tensor) { return layer.target().zeros(tensor.shape(), tensor.dtype()); };
   Outputs gradients = {{}, {}, {}, {}};
-  const bool is_there = d_out.initialized();
-  if (is_there) {
+  const bool has_d_out = d_out.initialized();
+  if (has_d_out) {
     const paddle::Tensor kept = dense(hidden);
-    ActivationGradients made = layer.activation_gradients(a.keep_hidden ? &kept : nullptr, d_out, a.need_weights_grad);
-    if (a.need_weights_grad) gradients[3] = made.d_weights;
-    if (a.need_down_grad) gradients[2] = layer.d_down(made, d_out);
-    made.scaled = made.d_out = {};  // others may have the memory
-    if (a.need_gate_up_grad) gradients[1] = layer.d_gate_up(made);
-    if (a.need_x_grad) gradients[0] = layer.d_x(made);
+    ActivationGradients activation = layer.activation_gradients(a.keep_hidden ? &kept : nullptr, d_out, a.need_weights_grad);
+    if (a.need_weights_grad) gradients[3] = activation.d_weights;
+    if (a.need_down_grad) gradients[2] = layer.d_down(activation, d_out);
+    activation.scaled = activation.d_out = {};  // frees their memory early
+    if (a.need_gate_up_grad) gradients[1] = layer.d_gate_up(activation);
+    if (a.need_x_grad) gradients[0] = layer.d_x(activation);
   }
   const paddle::Tensor* const operands[] = {&o.x, &o.gate_up, &o.down, &o.weights};
   for (size_t i = 0; i < gradients.size(); ++i) {

@@ -1,18 +1,18 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// What the operators of a layer of SwiGLU experts share, whose rows are weighted and added up by token.
+// Operators of a layer of SwiGLU experts whose weighted output rows are summed by token.
 //
 // T tokens of d columns, M rows, E experts of inner size n. Forward, with H = X W1 by rows:
 //
 //   rows of X -> H [M, 2n], A = swiglu(H) -> weighted A W2 -> sums of each token's rows
 //
-// Backward, with dA' the gradient of the weighted A, s A:
+// Backward, with dA' the gradient of the weighted activations s A:
 //
 //   rows of dO -> dA' = dO W2^T;  H, dA' -> dH, s A and ds;  dW2 = (s A)^T dO;  rows of X -> dW1 = X^T dH;  dH W1^T -> sums
 //
-// x, the matrices, the weights, the maps and H are kept between the passes; without H the backward pass makes it again. Rows of d columns
-// exist for a while, all of them: M d elements.
+// x, the matrices, the weights, the maps and H are kept between the passes; without H the backward pass recomputes it. All M rows
+// of d columns exist at the same time: M d elements.
 #pragma once
 
 #include "paddle/attributes.h"
@@ -22,7 +22,7 @@
 namespace pmo {
 namespace binding {
 
-constexpr char kMoeMlp[] = "moe_mlp";  // what errors call the function
+constexpr char kMoeMlp[] = "moe_mlp";  // name of the function in errors
 
 PMO_ATTRIBUTES(MlpAttributes, (bool, transpose, transpose), (bool, keep_hidden, keep), (bool, need_x_grad, x_grad),
                (bool, need_gate_up_grad, gate_up_grad), (bool, need_down_grad, down_grad),
@@ -32,23 +32,23 @@ struct MlpOperands {
   const paddle::Tensor &x, &gate_up, &down, &weights, &token_rows, &row_to_token, &sizes, &offsets;
 };
 
-// What SwiGLU's gradient makes, by rows.
+// Outputs of the SwiGLU backward pass, by rows.
 struct ActivationGradients {
-  paddle::Tensor d_hidden, scaled, d_weights;  // dH, s A and ds, which may be undefined if no one wants it
-  paddle::Tensor d_out;                        // the rows of dO, if they were made
-  Float8 codes;                                // of dH, if they were made
+  paddle::Tensor d_hidden, scaled, d_weights;  // dH, s A and ds, which is undefined if it is not needed
+  paddle::Tensor d_out;                        // the permuted rows of dO, if they were computed
+  Float8 codes;                                // of dH, if they were computed
 };
 
-// The operands of both passes, checked, and what does not depend on how products are made.
+// A layer of experts: the checked operands of both passes, and the steps that do not depend on the GEMMs.
 class ExpertLayer {
  public:
   ExpertLayer(const MlpAttributes& attributes, const MlpOperands& operands, int32_t tile_rows, const paddle::Tensor* hidden,
               const paddle::Tensor* d_out);
   virtual ~ExpertLayer() = default;
 
-  // The result, and H if it is wanted, zeros in rows of no expert.
+  // The result, and H if `hidden` is not null, with zeros in rows of no expert.
   virtual paddle::Tensor outputs(paddle::Tensor* hidden) const = 0;
-  // `kept` is H, or null where it was not kept.
+  // `kept` is H, or null if the forward pass did not keep it.
   virtual ActivationGradients activation_gradients(const paddle::Tensor* kept, const paddle::Tensor& d_out,
                                                    bool need_weights) const = 0;
   virtual paddle::Tensor d_x(const ActivationGradients& gradients) const = 0;
@@ -64,16 +64,16 @@ class ExpertLayer {
   bool transpose() const { return transpose_; }
   const Grouped& groups() const { return groups_; }
   paddle::DataType dtype() const { return operands_.x.dtype(); }
-  // Of each row, dense.
-  const paddle::Tensor& owners() const { return owners_; }
-  const paddle::Tensor& factors() const { return factors_; }
+  // Dense per-row arrays: the row's token, and the row's weight.
+  const paddle::Tensor& row_to_token() const { return row_to_token_; }
+  const paddle::Tensor& row_weights() const { return row_weights_; }
 
   paddle::Tensor new_rows(int64_t columns, paddle::DataType dtype) const;
   paddle::Tensor new_rows(int64_t columns) const { return new_rows(columns, dtype()); }
-  // The rows of tokens; zeros in rows of none.
+  // Permutes tokens to expert order; zeros in padding rows.
   paddle::Tensor rows_of(const paddle::Tensor& tokens) const;
   paddle::Tensor sums_of(const paddle::Tensor& rows, bool weighted = false) const;
-  // A in a pass of its own, and its gradient, of which `scaled` is given dA'. All are of one dtype.
+  // SwiGLU and its backward pass as separate kernels. `scaled` is dA' on entry and s A on return. All tensors have one dtype.
   paddle::Tensor swiglu(const paddle::Tensor& hidden) const;
   ActivationGradients swiglu_backward(const paddle::Tensor& hidden, paddle::Tensor scaled) const;
 
@@ -82,18 +82,19 @@ class ExpertLayer {
   const bool transpose_;
   const MlpOperands operands_;
   const Grouped groups_;
-  const paddle::Tensor owners_, factors_;
+  const paddle::Tensor row_to_token_, row_weights_;
 
  public:
   const int64_t hidden_size, inner;
 };
 
-// The passes of an operator.
+// Forward and backward pass of an operator.
 Outputs mlp_forward(const MlpAttributes& attributes, const ExpertLayer& layer, const MlpOperands& operands);
 Outputs mlp_backward(const MlpAttributes& attributes, const ExpertLayer& layer, const MlpOperands& operands,
                      const paddle::Tensor& hidden, const paddle::Tensor& d_out);
 
-// What is the same in all operators, as Paddle takes it: x, gate_up, down, weights, token_rows, row_to_token, sizes, offsets -> out, hidden.
+// Shape and dtype inference, common to all operators, in Paddle's order: x, gate_up, down, weights, token_rows, row_to_token,
+// sizes, offsets -> out, hidden.
 std::vector<Shape> mlp_shapes(const MlpAttributes& a, const Shape& x, const Shape& gate_up, const Shape& down,
                               const Shape& weights, const Shape& token_rows, const Shape& row_to_token, const Shape& sizes,
                               const Shape& offsets);
@@ -108,7 +109,7 @@ std::vector<paddle::DataType> mlp_backward_dtypes(const paddle::DataType& x, con
                                                   const paddle::DataType&, const paddle::DataType&, const paddle::DataType&,
                                                   const paddle::DataType&, const paddle::DataType&, const paddle::DataType&);
 
-// Refused when it runs.
+// Throws: there is no formula for the gradient of the gradient.
 Outputs mlp_double_backward(const MlpAttributes& a, const paddle::Tensor& x, const paddle::Tensor& gate_up,
                             const paddle::Tensor& down, const paddle::Tensor& weights, const paddle::Tensor& token_rows,
                             const paddle::Tensor& row_to_token, const paddle::Tensor& sizes, const paddle::Tensor& offsets,
@@ -144,7 +145,7 @@ Outputs run_mlp_backward(const MlpAttributes& a, const paddle::Tensor& x, const 
   return mlp_backward(a, Layer(a, operands, &hidden, &d_out), operands, hidden, d_out);
 }
 
-// The operator of an `ExpertLayer`, its gradient, and the gradient of that.
+// Registers the operator of an `ExpertLayer`, its gradient, and the gradient of that.
 #define PMO_MLP_OPERATOR(NAME, LAYER)                                                                                           \
   PD_BUILD_OP(NAME)                                                                                                             \
       .Inputs({"x", "gate_up", "down", "weights", "token_rows", "row_to_token", "sizes", "offsets"})                            \

@@ -3,8 +3,8 @@
 
 // moe_mlp: a layer of experts in the dtype of its tokens, as paddle/moe_mlp.h describes it.
 //
-// Where the kernels of pmo/grouped.h run, SwiGLU and the weights are the ends of products. Elsewhere they are passes of their own, and the
-// weights are those of the sum. The gradient of SwiGLU is a pass of its own everywhere.
+// If the kernels of pmo/grouped.h support the sizes, SwiGLU and the weights are epilogues of the GEMMs. Otherwise SwiGLU is a
+// kernel of its own, and the weights are those of the sum. The gradient of SwiGLU is always a kernel of its own.
 #include "paddle/direct.h"
 #include "paddle/moe_mlp.h"
 
@@ -17,16 +17,16 @@ class Layer : public ExpertLayer {
   Layer(const MlpAttributes& a, const MlpOperands& o, const paddle::Tensor* hidden = nullptr,
         const paddle::Tensor* d_out = nullptr)
       : ExpertLayer(a, o, PMO_GROUPED_TURNED_ROWS, hidden, d_out),
-        // the first product and dA' are of these sizes, the others of the same ones turned round
+        // sizes of the GEMMs for H and dA'; the other GEMMs have the same sizes, transposed
         has_kernels_(groups().has_kernels(dtype(), hidden_size, 2 * inner) && groups().has_kernels(dtype(), hidden_size, inner)) {
   }
 
   paddle::Tensor outputs(paddle::Tensor* hidden) const override {
     const paddle::Tensor act = activations(hidden);
-    if (!has_kernels_) return sums_of(groups().product(act, operands().down, transpose(), dtype()), true);
-    if (hidden != nullptr) groups().clear_others(hidden);  // Paddle may look at the values of what an operator gives
+    if (!has_kernels_) return sums_of(groups().gemm(act, operands().down, transpose(), dtype()), true);
+    if (hidden != nullptr) groups().clear_ungrouped_rows(hidden);  // Paddle may check the values of outputs
     pmo_grouped_product_params p = {};
-    p.weights = factors().data<float>();
+    p.weights = row_weights().data<float>();
     paddle::Tensor rows = new_rows(hidden_size);
     groups().launch(p, act, operands().down, transpose(), &rows);
     return sums_of(rows);
@@ -44,28 +44,28 @@ class Layer : public ExpertLayer {
       scaled = new_rows(inner);
       groups().launch({}, rows, operands().down, !transpose(), &scaled);
     } else {
-      scaled = groups().product(rows, operands().down, !transpose(), dtype());
+      scaled = groups().gemm(rows, operands().down, !transpose(), dtype());
     }
-    ActivationGradients made = swiglu_backward(hidden, scaled);
-    made.d_out = rows;
-    return made;
+    ActivationGradients gradients = swiglu_backward(hidden, scaled);
+    gradients.d_out = rows;
+    return gradients;
   }
 
   paddle::Tensor d_x(const ActivationGradients& gradients) const override {
-    if (!has_kernels_) return sums_of(groups().product(gradients.d_hidden, operands().gate_up, !transpose(), dtype()));
+    if (!has_kernels_) return sums_of(groups().gemm(gradients.d_hidden, operands().gate_up, !transpose(), dtype()));
     paddle::Tensor rows = new_rows(hidden_size);
     groups().launch({}, gradients.d_hidden, operands().gate_up, !transpose(), &rows);
     return sums_of(rows);
   }
 
  private:
-  // A, and H if it is wanted.
+  // Returns A, and H if `hidden` is not null.
   paddle::Tensor activations(paddle::Tensor* hidden) const {
     const paddle::Tensor rows = rows_of(operands().x);
     if (!has_kernels_) {
-      const paddle::Tensor made = groups().product(rows, operands().gate_up, transpose(), dtype());
-      if (hidden != nullptr) *hidden = made;
-      return swiglu(made);
+      const paddle::Tensor gate_up = groups().gemm(rows, operands().gate_up, transpose(), dtype());
+      if (hidden != nullptr) *hidden = gate_up;
+      return swiglu(gate_up);
     }
     paddle::Tensor act = new_rows(inner);
     if (hidden != nullptr) *hidden = new_rows(2 * inner);

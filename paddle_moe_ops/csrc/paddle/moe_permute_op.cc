@@ -3,8 +3,8 @@
 
 // moe_permute: routing and permutation in one operator, with Paddle's outputs.
 //
-// Beside Paddle's five outputs it returns the count of dropped slots and the three compact maps that the gradients follow, so that
-// no [T, H] tensor is kept for the backward pass.
+// In addition to Paddle's five outputs it returns the count of dropped slots and the three compact maps that the gradients
+// follow. So no [T, H] tensor is kept for the backward pass.
 #include <algorithm>
 
 #include "paddle/direct.h"
@@ -17,14 +17,14 @@ using namespace pmo::binding;  // NOLINT: this file is the operator's own
 
 constexpr char kFunction[] = "moe_permute";
 
-// What the operator gets beside its tensors. Its one attribute holds the fields in this order, then the counts of a list: fifteen
-// attributes would take Paddle longer than the operator takes on a few tokens.
+// Arguments other than tensors. The only attribute contains the fields in this order, then the counts of a list. Fifteen
+// attributes would cost Paddle more time than the operator for a few tokens.
 struct Spec {
   int num_experts = 0, counts_source = 0, padding_alignment = 0;
   int do_gather = 0, return_expert_indices = 0, buffer_size = 0, fill = 0, checks = 0;
   int hidden = 0, hidden_dtype = 0;  // of the rows: the gradient of an output that no one computed is undefined
   int need_hidden_grad = 0, need_prob_grad = 0;
-  int has_scale = 0, scale_cols = 0, scale_dtype = 0;  // Paddle takes a scale without elements for none
+  int has_scale = 0, scale_cols = 0, scale_dtype = 0;  // Paddle treats a scale without elements as missing
   std::vector<int> counts;
 
   explicit Spec(const std::vector<int>& numbers) {  // never throws: inference reads it
@@ -98,15 +98,15 @@ bool fits(const paddle::Tensor& hidden_states, const paddle::Tensor& routemap, c
   const Shape slots = routemap.shape();
   const auto can_be_size = [](int64_t size, int64_t least) { return size >= least && size <= INT32_MAX; };
   return has_columns(hidden_states) && hidden_states.dtype() != paddle::DataType::INT32 &&
-         dtype_of(hidden_states, kFunction, "hidden_states") >= 0 && holds_ids(routemap) &&
+         dtype_of(hidden_states, kFunction, "hidden_states") >= 0 && is_routemap(routemap) &&
          slots[0] == hidden_states.shape()[0] && probs.dtype() == paddle::DataType::FLOAT32 && probs.shape() == slots &&
-         are_together({&hidden_states, &routemap, &probs}) && can_count(num_experts) && can_be_size(padding_alignment, 1) &&
+         are_on_one_device({&hidden_states, &routemap, &probs}) && can_count(num_experts) && can_be_size(padding_alignment, 1) &&
          can_be_size(override_buffer_size, -1) &&
          (tokens_per_expert.empty() || static_cast<int64_t>(tokens_per_expert.size()) == num_experts) &&
          std::all_of(tokens_per_expert.begin(), tokens_per_expert.end(), [](int count) { return count >= 0; });
 }
 
-// Without a scale, with padding of zeros; the first four outputs. Without counts they are counted.
+// moe_permute without a scale, with zeros in padding rows; returns the first four outputs. Empty `counts`: rows are counted.
 Outputs quick_moe_permute(const paddle::Tensor& hidden_states, const paddle::Tensor& routemap, const paddle::Tensor& probs,
                           int64_t num_experts, const std::vector<int>& tokens_per_expert, int64_t padding_alignment,
                           int64_t override_buffer_size) {
@@ -203,7 +203,7 @@ std::vector<paddle::DataType> moe_permute_backward_dtypes(const paddle::DataType
   return {d_unzipped, paddle::DataType::FLOAT32};
 }
 
-// Both gradients are linear, so theirs are the forward's copies of what comes in.
+// Both gradients are linear, so their own gradients apply the forward's copies to the incoming tensors.
 Outputs moe_permute_double_backward(const paddle::Tensor& slot_to_row, const paddle::Tensor& token_rows,
                                     const paddle::Tensor& row_to_token, const paddle::Tensor& dd_hidden,
                                     const paddle::Tensor& dd_probs, const Numbers& numbers) {
@@ -232,7 +232,7 @@ std::vector<Shape> moe_permute_double_backward_shapes(const Shape&, const Shape&
   return {{spec.do_gather ? dim(row_to_token, 0) : 0, spec.hidden}, {dim(row_to_token, 0)}};
 }
 
-// The gradients' shape inference gets the attribute of the forward operator, so all declare the same.
+// The gradients' shape inference receives the attribute of the forward operator, so all declare the same one.
 std::vector<std::string> attributes() { return {"numbers: std::vector<int>"}; }
 
 }  // namespace

@@ -14,18 +14,18 @@ constexpr char kFunction[] = "moe_unpermute";
 constexpr char kGradientOfRows[] = "the gradient of the gradient of hidden_states_unzipped";
 constexpr char kGradientOfProbs[] = "the gradient of the gradient of token_prob_unzipped";
 
-// The last four describe hidden_states_unzipped and say which gradients are wanted; only the gradients read them.
+// The last four describe hidden_states_unzipped and select the gradients that are computed; only the gradients read them.
 PMO_ATTRIBUTES(Attributes, (bool, compat_paddle, compat), (int, checks, checks), (int64_t, hidden, hidden),
                (int, hidden_dtype, dtype), (bool, need_rows_grad, rows_grad), (bool, need_prob_grad, prob_grad));
 
 const Names kNames = {{"routing", "expert_routemap_topk"}};
 
-// The maps of a user's rowmap: only entries that lie in [0, N) and name a row for the first time.
+// Maps of a user's rowmap with only those entries that lie in [0, N) and name a row for the first time.
 struct CleanMaps {
   paddle::Tensor token_rows, row_to_token, slot_to_row;
 
-  // compat_paddle: slots that repeat an expert id all read its row, as in Paddle; otherwise only the first does. Values of rows go
-  // to slot_values, if that is given, instead of slot_to_row being made.
+  // compat_paddle: slots that repeat an expert id all read its row, as in Paddle; otherwise only the first does. If `slot_values`
+  // is given, row values are written to it, and slot_to_row is not computed.
   CleanMaps(const Target& target, const paddle::Tensor& rowmap, const paddle::Tensor& routemap, const paddle::Tensor& row_values,
             bool compat_paddle, int checks, paddle::Tensor* slot_values = nullptr) {
     require_rank(rowmap, 2, kFunction, "zipped_expertwise_rowmap");
@@ -91,21 +91,21 @@ Outputs combine_backward(const Attributes& a, const paddle::Tensor* rows, const 
   without_gradient({&rowmap, &routemap});
   const CleanMaps maps(target, rowmap, routemap, probs, a.compat_paddle, 0);
   const bool weighted = rows != nullptr;
-  const bool make_d_rows = a.need_rows_grad && d_hidden.initialized();
-  const bool make_d_weights = a.need_prob_grad && weighted && d_hidden.initialized();
+  const bool needs_d_rows = a.need_rows_grad && d_hidden.initialized();
+  const bool needs_d_weights = a.need_prob_grad && weighted && d_hidden.initialized();
   paddle::Tensor d_rows, d_probs;
-  if (make_d_rows || make_d_weights) {
+  if (needs_d_rows || needs_d_weights) {
     Weights weights;
     weights.values = weighted ? &probs : nullptr;
     weights.copy_single_row = a.compat_paddle;
     sum_rows_backward(target, kFunction, d_hidden, rows, maps.token_rows, LineEnd::kAnything, maps.row_to_token, weights,
-                      make_d_rows ? &d_rows : nullptr, make_d_weights ? &d_probs : nullptr);
+                      needs_d_rows ? &d_rows : nullptr, needs_d_weights ? &d_probs : nullptr);
   }
-  if (!make_d_rows) d_rows = target.zeros({probs.numel(), a.hidden}, dtype);
+  if (!needs_d_rows) d_rows = target.zeros({probs.numel(), a.hidden}, dtype);
   if (a.need_prob_grad && d_prob_topk.initialized()) {
-    if (!make_d_weights) d_probs = target.empty_float32(probs.shape());
-    scatter_slots(target, kFunction, maps.slot_to_row, d_prob_topk, make_d_weights, &d_probs);
-  } else if (!make_d_weights) {
+    if (!needs_d_weights) d_probs = target.empty_float32(probs.shape());
+    scatter_slots(target, kFunction, maps.slot_to_row, d_prob_topk, needs_d_weights, &d_probs);
+  } else if (!needs_d_weights) {
     d_probs = target.zeros(probs.shape(), paddle::DataType::FLOAT32);
   }
   return {d_rows, d_probs};
@@ -125,9 +125,9 @@ bool fits(const paddle::Tensor& rows, const paddle::Tensor& rowmap, const paddle
           int64_t num_tokens, int64_t num_experts) {
   const Shape shape = probs.shape();
   return has_columns(rows) && is_summed(rows) && can_count(num_experts) && rowmap.dtype() == paddle::DataType::INT32 &&
-         rowmap.shape() == Shape{num_tokens, num_experts} && holds_ids(routemap) && routemap.shape()[0] == num_tokens &&
+         rowmap.shape() == Shape{num_tokens, num_experts} && is_routemap(routemap) && routemap.shape()[0] == num_tokens &&
          probs.dtype() == paddle::DataType::FLOAT32 && (shape.size() == 1 || (shape.size() == 2 && shape[1] == 1)) &&
-         shape[0] == rows.shape()[0] && are_together({&rows, &rowmap, &routemap, &probs});
+         shape[0] == rows.shape()[0] && are_on_one_device({&rows, &rowmap, &routemap, &probs});
 }
 
 Outputs quick_combine(const paddle::Tensor& rows, const paddle::Tensor& rowmap, const paddle::Tensor& routemap,
@@ -191,7 +191,7 @@ std::vector<paddle::DataType> moe_unpermute_weighted_backward_dtypes(const paddl
   return {rows, probs};
 }
 
-// Rows and probabilities of slots, as from the forward, of what comes in for d_rows and d_probs.
+// Applies the forward pass to the incoming gradients of d_rows and d_probs.
 Outputs moe_unpermute_double_backward(const Attributes& a, const paddle::Tensor& rowmap, const paddle::Tensor& routemap,
                                       const paddle::Tensor& probs, const paddle::Tensor& dd_rows,
                                       const paddle::Tensor& dd_probs) {
@@ -223,7 +223,7 @@ Outputs moe_unpermute_weighted_double_backward(const Attributes& a, const paddle
                                                const paddle::Tensor& routemap, const paddle::Tensor& probs,
                                                const paddle::Tensor& d_hidden, const paddle::Tensor& dd_rows,
                                                const paddle::Tensor& dd_probs) {
-  // a token's only row would be part of some of the sums below, and not of others
+  // a copied single row would be part of some of the sums below, and not of others
   if (a.compat_paddle) fail_second_order(kFunction, " for the weighted combine with compat=\"paddle\"");
   const Target target(kFunction, {&rows, &rowmap, &routemap, &probs}, {&d_hidden, &dd_rows, &dd_probs});
   const auto dtype = static_cast<paddle::DataType>(a.hidden_dtype);
@@ -232,7 +232,7 @@ Outputs moe_unpermute_weighted_double_backward(const Attributes& a, const paddle
   const CleanMaps maps(target, rowmap, routemap, probs, a.compat_paddle, 0);
   const bool has_dd_rows = a.need_rows_grad && dd_rows.initialized();
   const bool has_dd_probs = a.need_prob_grad && dd_probs.initialized();
-  // without a gradient of the sums they were no part of the gradients
+  // an undefined gradient of the sums counts as zeros
   const paddle::Tensor d_out = d_hidden.initialized() ? d_hidden : target.zeros({rowmap.shape()[0], a.hidden}, dtype);
   Weights weights;
   weights.values = &probs;

@@ -12,14 +12,14 @@ namespace pmo {
 namespace binding {
 namespace {
 
-// The data of a dense map, which is then among `kept`.
+// The data of a map's dense form, which is appended to `kept`.
 const int32_t* map_data(const paddle::Tensor& map, const char* function, const char* name, Tensors* kept) {
   require_dtype(map, paddle::DataType::INT32, function, name);
   kept->push_back(dense(map));
   return kept->back().data<int32_t>();
 }
 
-// The fields that the sum and its gradient share. `kept` keeps dense copies alive where they are needed.
+// Sets the fields common to the sum and its gradient. `kept` keeps dense copies alive as long as they are needed.
 template <typename Params>
 void set_sum_params(Params* p, const char* function, const paddle::Tensor& token_rows, int64_t num_rows, int64_t hidden,
                     const Weights& weights, Tensors* kept) {
@@ -89,7 +89,7 @@ Shape scale_rows_shape(const paddle::optional<Shape>& scale, bool has_scale, int
   return {num_rows, scale ? dim(*scale, 1) : columns};
 }
 
-// A number that stands for no dtype of scales is refused when the operator runs.
+// A number that is no dtype of scales throws when the operator runs.
 paddle::DataType scale_rows_dtype(bool has_scale, int dtype) {
   const bool is_int32 = has_scale && static_cast<paddle::DataType>(dtype) == paddle::DataType::INT32;
   return is_int32 ? paddle::DataType::INT32 : paddle::DataType::FLOAT32;
@@ -141,7 +141,7 @@ void permute_rows(const Target& target, const char* function, const paddle::Tens
 paddle::Tensor spread_rows(const Target& target, const char* function, const paddle::Tensor& x, const paddle::Tensor& token_rows,
                            const paddle::Tensor& row_to_token) {
   const Scale none(target, function, {}, false, -1, 0, x);
-  // row_to_token may leave out rows that token_rows has, so it cannot tell which to fill
+  // row_to_token may omit rows that token_rows contains, so it cannot select the rows to fill
   paddle::Tensor rows = target.zeros({row_to_token.shape()[0], x.shape()[1]}, x.dtype());
   permute_rows(target, function, x, none, token_rows, row_to_token, 0, &rows, nullptr);
   return rows;
@@ -251,7 +251,7 @@ void sum_rows_backward(const Target& target, const char* function, const paddle:
                        const paddle::Tensor& token_rows, LineEnd line_end, const paddle::Tensor& row_to_token,
                        const Weights& weights, paddle::Tensor* d_rows, paddle::Tensor* d_weights) {
   if (d_rows != nullptr) *d_rows = target.empty({row_to_token.shape()[0], d_out.shape()[1]}, d_out.dtype());
-  if (weights.values == nullptr && line_end == LineEnd::kNones) {  // every row is a copy, and all of the map may be followed
+  if (weights.values == nullptr && line_end == LineEnd::kNones) {  // every row is a copy, and every entry of the map is valid
     permute_rows(target, function, d_out, token_rows, row_to_token, d_rows);
     return;
   }
@@ -283,7 +283,7 @@ Outputs sum_rows_double_backward(const Target& target, const char* function, con
   Weights by_dd = sum.weights;
   if (dd_weights != nullptr) by_dd.values = dd_weights;
   paddle::Tensor rows, weights, d_out;
-  // d_rows = w * d_out and d_weights = d_out . rows: linear in each, so both formulas serve again
+  // d_rows = w * d_out and d_weights = d_out . rows are linear in each factor, so both formulas apply again
   if (dd_rows != nullptr || dd_weights != nullptr) {
     sum_rows_backward(target, function, sum.d_out, dd_rows, sum.token_rows, LineEnd::kAnything, sum.row_to_token, by_dd,
                       dd_weights != nullptr ? &rows : nullptr, dd_rows != nullptr ? &weights : nullptr);
@@ -291,7 +291,7 @@ Outputs sum_rows_double_backward(const Target& target, const char* function, con
   if (dd_rows != nullptr) d_out = sum_rows(target, function, *dd_rows, sum.token_rows, sum.weights);
   if (dd_weights != nullptr) {
     const paddle::Tensor summed = sum_rows(target, function, sum.rows, sum.token_rows, by_dd);
-    // Paddle's add knows no 16-bit floats on the CPU
+    // Paddle's CPU add does not support 16-bit floats
     d_out = d_out.defined() ? paddle::experimental::add_n({d_out, summed}) : summed;
   }
   if (!rows.defined()) rows = target.zeros(sum.rows.shape(), sum.rows.dtype());

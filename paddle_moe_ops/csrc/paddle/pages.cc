@@ -1,9 +1,9 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The C library gives freed blocks of CPU memory back to the system. An output is therefore often new to the process, and each of its pages
-// is made when it is first written. Both calls here make that cheaper. Results do not depend on whether the system follows them. A block
-// that has its pages already is left alone: asking again would only take time.
+// The C library returns freed blocks of CPU memory to the system. So an output is often new to the process, and each of its pages
+// is allocated when it is first written. Both calls of madvise make that cheaper. Results do not depend on whether the system
+// follows them. Blocks that already have pages are skipped, to save the time of the calls.
 #include "paddle/pages.h"
 
 #ifdef __linux__
@@ -24,7 +24,7 @@ constexpr uintptr_t kHugePage = uintptr_t{2} << 20;       // on x86-64, and on a
 constexpr uintptr_t kReusedBytes = uintptr_t{128} << 10;  // the C library keeps smaller blocks
 constexpr int kPopulateWrite = 23;                        // MADV_POPULATE_WRITE of Linux 5.14, which older headers do not have
 
-// Blocks that were used before have all of their pages, new ones have none: one page tells.
+// Tests one page: blocks that were used before have all of their pages, new ones have none.
 bool is_new(uintptr_t address, uintptr_t page) {
   unsigned char in_memory = 0;
   return mincore(reinterpret_cast<void*>(address), page, &in_memory) == 0 && (in_memory & 1) == 0;
@@ -42,7 +42,7 @@ void prepare_pages(const Target& target, const paddle::Tensor& output) {
   if (begin + page > end) return;
   if (!is_new(end - page, page)) return;
   if (round_up(begin, kHugePage) + kHugePage <= end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-  // A larger output is written by several threads, which make its pages at the same time.
+  // Several threads write a larger output, and populate its pages in parallel.
   if (bytes <= static_cast<uintptr_t>(cpu::kOneThreadBytes)) madvise(reinterpret_cast<void*>(begin), end - begin, kPopulateWrite);
 }
 #else

@@ -9,8 +9,8 @@
 namespace pmo {
 namespace binding {
 
-// Before an output is first written: asks the system for large pages behind it, and for all pages of a small one at once. Changes
-// nothing that the output holds.
+// Called before an output is first written: requests huge pages for it, and populates all pages of a small one. The contents stay
+// the same.
 void prepare_pages(const Target& target, const paddle::Tensor& output);
 
 }  // namespace binding

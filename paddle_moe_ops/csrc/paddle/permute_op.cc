@@ -14,7 +14,7 @@ constexpr char kFunction[] = "permute";
 PMO_ATTRIBUTES(Attributes, (int, fill, fill), (bool, has_scale, has_scale), (int64_t, scale_cols, cols),
                (int, scale_dtype, scale_type), (int64_t, hidden, hidden), (int, hidden_dtype, dtype));
 
-// token_rows is there for the gradient: saved inputs cost no memory that the plan does not hold already.
+// token_rows is an input for the gradient: saved inputs use no memory beyond the plan's.
 Outputs permute(const Attributes& a, const paddle::Tensor& x, const paddle::optional<paddle::Tensor>& scale,
                 const paddle::Tensor& slot_to_row, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token) {
   const Target target(kFunction, {&x, &slot_to_row, &token_rows, &row_to_token}, {scale ? &*scale : nullptr});
@@ -34,10 +34,10 @@ Outputs permute(const Attributes& a, const paddle::Tensor& x, const paddle::opti
 bool fits(const paddle::Tensor& x, const paddle::Tensor& slot_to_row, const paddle::Tensor& token_rows,
           const paddle::Tensor& row_to_token) {
   return has_columns(x) && x.dtype() != paddle::DataType::INT32 && dtype_of(x, kFunction, "x") >= 0 &&
-         x.shape()[0] == dim(slot_to_row.shape(), 0) && are_together({&x, &slot_to_row, &token_rows, &row_to_token});
+         x.shape()[0] == dim(slot_to_row.shape(), 0) && are_on_one_device({&x, &slot_to_row, &token_rows, &row_to_token});
 }
 
-// Rows alone, with padding of zeros.
+// permute without a scale, with zeros in padding rows.
 Outputs quick_permute(const paddle::Tensor& x, const paddle::Tensor& slot_to_row, const paddle::Tensor& token_rows,
                       const paddle::Tensor& row_to_token) {
   const Target target(kFunction, {&x, &slot_to_row, &token_rows, &row_to_token});
@@ -59,7 +59,7 @@ std::vector<paddle::DataType> permute_dtypes(const Attributes& a, const paddle::
   return {x, scale_rows_dtype(a.has_scale, a.scale_dtype)};
 }
 
-// Without a gradient of the rows (only the scales were used) that of x is zero.
+// If only the scales were used, the rows have no gradient, and that of x is zero.
 Outputs permute_backward(const Attributes& a, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
                          const paddle::Tensor& d_rows) {
   const Target target(kFunction, {&token_rows, &row_to_token}, {&d_rows});
@@ -79,7 +79,7 @@ std::vector<paddle::DataType> permute_backward_dtypes(const paddle::DataType&, c
   return {d_rows};
 }
 
-// Not by slot_to_row, which may leave out rows that the gradient does not.
+// Follows token_rows: slot_to_row may omit rows that the gradient includes.
 Outputs permute_double_backward(const Attributes& a, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
                                 const paddle::Tensor& dd_x) {
   const Target target(kFunction, {&token_rows, &row_to_token, &dd_x});

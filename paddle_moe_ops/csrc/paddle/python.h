@@ -1,11 +1,11 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// What files that take Python's objects share. Python's limited interface alone, so that a library runs on later versions too.
+// Helpers for files that use Python objects, through Python's limited API alone, so that a library also runs on later versions.
 #pragma once
 
 #ifndef PADDLE_NO_PYTHON
-#define PADDLE_NO_PYTHON  // Paddle's headers would bring pybind11, which needs all of Python's
+#define PADDLE_NO_PYTHON  // Paddle's headers would include pybind11, which needs the full API
 #endif
 #define Py_LIMITED_API 0x030A0000
 #define PY_SSIZE_T_CLEAN
@@ -29,7 +29,7 @@ PyObject* ToPyObject(const paddle::Tensor& value, bool none_if_not_initialized);
 namespace pmo {
 namespace binding {
 
-// Lets other Python threads run.
+// A scope that releases Python's lock.
 class WithoutPython {
  public:
   WithoutPython() : state_(PyEval_SaveThread()) {}
@@ -41,17 +41,17 @@ class WithoutPython {
   PyThreadState* state_;
 };
 
-// Python's exception for the one that is being handled, as Paddle chooses it.
+// Python's exception type for the current C++ exception, as Paddle chooses it.
 PyObject* python_exception();
 
 using PyFunction = PyObject* (*)(PyObject* bound, PyObject* const* objects, Py_ssize_t count);
 
-// For functions that are no operators, which only this package calls.
+// Checks an argument of a function that is no operator and that only this package calls.
 inline void expect(bool holds) {
   if (!holds) fail("an argument is not what the function takes");
 }
 
-// Whether no gradient of a tensor is wanted.
+// True if a tensor needs no gradient.
 bool stops_gradient(PyObject* tensor);
 
 inline PyObject* none() {
@@ -65,7 +65,7 @@ inline PyObject* python_bool(bool value) {
   return answer;
 }
 
-// Where a tensor lies; 0 without memory.
+// Address of a tensor; 0 without memory.
 inline int64_t address_of(const paddle::Tensor& tensor) {
   return tensor.initialized() ? static_cast<int64_t>(reinterpret_cast<uintptr_t>(tensor.data())) : 0;
 }
@@ -78,7 +78,7 @@ struct PythonFunction {
 
 std::vector<PythonFunction>& python_functions();
 
-// `kFunction`, which may throw and gives null after an error of Python's, as Python calls it.
+// `kFunction` with Python's calling convention. It may throw, and returns null after a Python error.
 template <PyObject* (*kFunction)(PyObject* const* objects, Py_ssize_t count)>
 PyObject* for_python(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   try {

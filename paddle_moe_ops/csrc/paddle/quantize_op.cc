@@ -1,8 +1,8 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// quantize_1x128: rows in float8 with a scale for each 128 columns; permute_quantized: the same on the way to expert order;
-// dequantize_1x128: back. They have no gradient, since Paddle would cast that of a float8 tensor to float8.
+// quantize_1x128: rows to float8 with one scale per 128 columns; permute_quantized: the same and a permutation to expert order;
+// dequantize_1x128: the inverse. They have no gradient, since Paddle would cast that of a float8 tensor to float8.
 #include "paddle/direct.h"
 #include "paddle/movement.h"
 
@@ -16,7 +16,7 @@ Outputs quantize(const paddle::Tensor& x, bool ue8m0, bool by_column, float amax
   constexpr char kFunction[] = "quantize_1x128";
   const Target target(kFunction, {&x});
   RowMaps maps;
-  maps.fill = PMO_FILL_SCALES;  // what lies after the last row
+  maps.fill = PMO_FILL_SCALES;  // zeroes the scales after the last row
   return quantize_rows(target, kFunction, x, maps, {ue8m0, by_column, amax_min});
 }
 
@@ -54,7 +54,7 @@ Outputs dequantize(const paddle::Tensor& codes, const paddle::Tensor& scales, bo
 
 std::vector<Shape> dequantize_shapes(const Shape& codes, const Shape&, bool, int) { return {codes}; }
 
-// A number that is no dtype of sums is refused when the operator runs; until then any dtype will do but one that Paddle does not know.
+// A number that is no dtype of sums throws when the operator runs. Until then inference may return any dtype that Paddle knows.
 std::vector<paddle::DataType> dequantize_dtypes(const paddle::DataType&, const paddle::DataType&, bool, int dtype) {
   const auto given = static_cast<paddle::DataType>(dtype);
   const bool is_known = given == paddle::DataType::FLOAT16 || given == paddle::DataType::BFLOAT16;

@@ -1,7 +1,8 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Expert parallelism through shared memory (pmo/ranks.h). Python calls these directly, in dygraph only; gradients are connected there.
+// Expert parallelism through shared memory (pmo/ranks.h). Python calls these operators directly, in dygraph only, and connects
+// their gradients.
 #include "pmo/ranks.h"
 
 #include <optional>
@@ -25,7 +26,7 @@ constexpr char kNoCall[] = "a call must have 8 words";
 constexpr char kEither[] = "either rows of this rank or memory that has them must be given";
 constexpr char kNoLines[] = "the map must have a line for each row";
 
-// The address of bytes [P, region].
+// The address of regions [P, region_bytes].
 void* regions(const paddle::Tensor& window, int64_t num_ranks, int64_t* region_bytes) {
   require_rank(window, 2, kFunction, "the window");
   require_dtype(window, paddle::DataType::UINT8, kFunction, "the window");
@@ -64,10 +65,10 @@ Outputs rank_plan(const paddle::Tensor& ids, const paddle::Tensor& probs, const 
   p.token_rows = token_rows.data<int32_t>();
   p.dropped = dropped.data<int32_t>();
   p.routed = routed.data<int32_t>();
-  Outputs made = {token_rows, dropped, routed};
+  Outputs outputs = {token_rows, dropped, routed};
   if (by_row) {
-    made.push_back(target.empty_int32({p.num_ranks * rows_per_rank}));
-    p.row_to_token = made.back().data<int32_t>();
+    outputs.push_back(target.empty_int32({p.num_ranks * rows_per_rank}));
+    p.row_to_token = outputs.back().data<int32_t>();
   }
   paddle::Tensor workspace;
 #ifdef PMO_WITH_CUDA
@@ -78,10 +79,10 @@ Outputs rank_plan(const paddle::Tensor& ids, const paddle::Tensor& probs, const 
     p.workspace = workspace.data();
   }
   check_status(PMO_CALL(target, rank_plan, &p), kFunction);
-  return made;
+  return outputs;
 }
 
-// Memory for what rank_records makes, and all that its call takes.
+// Allocates the outputs of rank_records and sets its params.
 Outputs prepare_records(const Target& target, const paddle::Tensor& records, int64_t topk, int64_t rows_per_rank,
                         int64_t first_expert, int64_t num_experts, pmo_rank_records_params* p) {
   p->struct_size = sizeof(*p);
@@ -104,20 +105,20 @@ Outputs rank_records(const paddle::Tensor& records, int64_t topk, int64_t rows_p
                      int64_t num_experts) {
   const Target target(kFunction, {&records});
   pmo_rank_records_params p = {};
-  const Outputs made = prepare_records(target, records, topk, rows_per_rank, first_expert, num_experts, &p);
+  const Outputs outputs = prepare_records(target, records, topk, rows_per_rank, first_expert, num_experts, &p);
   check_status(PMO_CALL(target, rank_records, &p), kFunction);
-  return made;
+  return outputs;
 }
 
-// The mark in the state of the barrier.
+// Address of the mark in the state of a barrier.
 const int32_t* mark_in(const paddle::Tensor& state) {
   require_dtype(state, paddle::DataType::INT32, kFunction, "the state");
   require_shape(state, {2}, kFunction, "the state");
   return state.data<int32_t>() + 1;
 }
 
-// The memory of a barrier, and the call that this rank is in.
-struct Meeting {
+// Buffers of a barrier, and the call of this rank.
+struct BarrierBuffers {
   const paddle::Tensor& arrived;
   const paddle::Tensor& peers;
   const paddle::Tensor& state;
@@ -126,23 +127,23 @@ struct Meeting {
   int64_t timeout_ms;
 };
 
-// Memory for the calls of all ranks, and the parameters of the barrier.
-paddle::Tensor prepare_barrier(const Target& target, const Meeting& meeting, const paddle::Tensor* forward_calls, int gradient,
-                               pmo_rank_barrier_params* p) {
+// Allocates the calls of all ranks and sets the params of the barrier.
+paddle::Tensor prepare_barrier(const Target& target, const BarrierBuffers& buffers, const paddle::Tensor* forward_calls,
+                               int gradient, pmo_rank_barrier_params* p) {
   p->struct_size = sizeof(*p);
-  p->num_ranks = ranks_of(meeting.arrived);
-  p->timeout_ms = meeting.timeout_ms;
+  p->num_ranks = ranks_of(buffers.arrived);
+  p->timeout_ms = buffers.timeout_ms;
   int64_t of_peers = 0;
-  p->arrived = regions(meeting.arrived, p->num_ranks, &p->region_bytes);
-  p->peers = regions(meeting.peers, p->num_ranks, &of_peers);
+  p->arrived = regions(buffers.arrived, p->num_ranks, &p->region_bytes);
+  p->peers = regions(buffers.peers, p->num_ranks, &of_peers);
   require(of_peers == p->region_bytes, kFunction, kNoMemory);
-  p->state = const_cast<int32_t*>(mark_in(meeting.state)) - 1;
+  p->state = const_cast<int32_t*>(mark_in(buffers.state)) - 1;
   const int64_t words = p->num_ranks * PMO_CALL_WORDS;
-  require_dtype(meeting.report, paddle::DataType::INT32, kFunction, "the report");
-  require(meeting.report.numel() == 1 + words, kFunction, kNoReport);
-  p->report = const_cast<int32_t*>(meeting.report.data<int32_t>());
-  require(meeting.call.size() == PMO_CALL_WORDS, kFunction, kNoCall);
-  p->call = meeting.call.data();
+  require_dtype(buffers.report, paddle::DataType::INT32, kFunction, "the report");
+  require(buffers.report.numel() == 1 + words, kFunction, kNoReport);
+  p->report = const_cast<int32_t*>(buffers.report.data<int32_t>());
+  require(buffers.call.size() == PMO_CALL_WORDS, kFunction, kNoCall);
+  p->call = buffers.call.data();
   if (forward_calls != nullptr) {
     require_dtype(*forward_calls, paddle::DataType::INT32, kFunction, "the calls");
     require_shape(*forward_calls, {p->num_ranks, PMO_CALL_WORDS}, kFunction, "the calls");
@@ -154,60 +155,63 @@ paddle::Tensor prepare_barrier(const Target& target, const Meeting& meeting, con
   return calls;
 }
 
-// The calls of all ranks, int32 [P, PMO_CALL_WORDS].
+// Returns the calls of all ranks, int32 [P, PMO_CALL_WORDS].
 Outputs rank_barrier(const paddle::Tensor& arrived, const paddle::Tensor& peers, const paddle::Tensor& state,
                      const paddle::Tensor& report, const std::vector<int>& call,
                      const paddle::optional<paddle::Tensor>& forward_calls, int gradient, int64_t timeout_ms) {
   const Target target(kFunction, {&arrived, &peers, &state, &report}, {forward_calls ? &*forward_calls : nullptr});
   pmo_rank_barrier_params p = {};
-  const Meeting meeting = {arrived, peers, state, report, call, timeout_ms};
-  const Outputs calls = {prepare_barrier(target, meeting, forward_calls ? &*forward_calls : nullptr, gradient, &p)};
+  const BarrierBuffers buffers = {arrived, peers, state, report, call, timeout_ms};
+  const Outputs calls = {prepare_barrier(target, buffers, forward_calls ? &*forward_calls : nullptr, gradient, &p)};
   check_status(PMO_CALL(target, rank_barrier, &p), kFunction);
   return calls;
 }
 
-// The calls of all ranks, then what rank_records makes, once all ranks have written their records, and the ten tensors of a plan of the ids; on a GPU it has room for
-// all slots. There all of this, and one more tensor, must live until rank_join: what is called until then runs at the same time.
-// rank_join waits for all of it, or only for what rank_records makes: other barriers may follow, and rows be received, while all is routed.
+// Waits until all ranks have written their records. Returns the calls of all ranks, the outputs of rank_records, and the ten
+// tensors of a plan of the ids.
+//
+// On a GPU the plan has rows for all slots, and work runs on the side stream. All outputs, and the workspace, must live until
+// rank_join. It waits for all of them, or only for the outputs of rank_records: other barriers may follow, and rows be received,
+// during the routing.
 Outputs rank_arrivals(const paddle::Tensor& records, const paddle::Tensor& arrived, const paddle::Tensor& peers,
                       const paddle::Tensor& state, const paddle::Tensor& report, const std::vector<int>& call, int64_t timeout_ms,
                       int64_t topk, int64_t rows_per_rank, int64_t first_expert, int64_t num_experts) {
   static const std::vector<int> kNoCounts;
   const Target target(kFunction, {&records, &arrived, &peers, &state, &report});
   const SideStream side(target, mark_in(state));
-  const Target& aside = side.target();
-  pmo_rank_barrier_params meets = {};
-  Outputs made = {prepare_barrier(target, {arrived, peers, state, report, call, timeout_ms}, nullptr, 0, &meets)};
+  const Target& side_target = side.target();
+  pmo_rank_barrier_params barrier = {};
+  Outputs outputs = {prepare_barrier(target, {arrived, peers, state, report, call, timeout_ms}, nullptr, 0, &barrier)};
   pmo_rank_records_params p = {};
-  const Outputs of_records = prepare_records(target, records, topk, rows_per_rank, first_expert, num_experts, &p);
-  p.mark = meets.state + 1;
-  made.insert(made.end(), of_records.begin(), of_records.end());
+  const Outputs record_outputs = prepare_records(target, records, topk, rows_per_rank, first_expert, num_experts, &p);
+  p.mark = barrier.state + 1;
+  outputs.insert(outputs.end(), record_outputs.begin(), record_outputs.end());
   std::optional<Routing> routing;
   const auto prepare_plan = [&] {
     const int64_t room = target.is_gpu() ? p.num_ranks * rows_per_rank * std::min(topk, num_experts) : -1;
     const RouteAttributes attributes = {
         kFunction, {}, -1, num_experts, 1, room, kCountsFromRouting, kNoCounts, PMO_DUPLICATES_FIRST, 0};
-    const Outputs plan = routing.emplace(aside, attributes, of_records[0], nullptr, nullptr).outputs();
-    made.insert(made.end(), plan.begin(), plan.end());
+    const Outputs plan = routing.emplace(side_target, attributes, record_outputs[0], nullptr, nullptr).outputs();
+    outputs.insert(outputs.end(), plan.begin(), plan.end());
   };
-  // Memory that was in use before the fork may be given out, but none that is given back after it.
+  // On the side stream, memory freed before the fork may be reused, but no memory freed after it.
   if (target.is_gpu()) prepare_plan();
   side.fork();
   try {
-    check_status(PMO_CALL(aside, rank_barrier, &meets), kFunction);
-    check_status(PMO_CALL(aside, rank_records, &p), kFunction);
+    check_status(PMO_CALL(side_target, rank_barrier, &barrier), kFunction);
+    check_status(PMO_CALL(side_target, rank_records, &p), kFunction);
     side.mark();
-    if (!target.is_gpu()) prepare_plan();  // which counts the ids
+    if (!target.is_gpu()) prepare_plan();  // counts the ids
     routing->run();
   } catch (...) {
     side.join();
     throw;
   }
-  made.push_back(routing->workspace());
-  return made;
+  outputs.push_back(routing->workspace());
+  return outputs;
 }
 
-// Makes the stream wait for rank_arrivals of the group whose barrier has this state.
+// Enqueues a wait of the stream for rank_arrivals of the group whose barrier has this state.
 Outputs rank_join(const paddle::Tensor& state, bool waits_for_routing) {
   const Target target(kFunction, {&state});
   const SideStream side(target, mark_in(state));
@@ -219,10 +223,10 @@ Outputs rank_join(const paddle::Tensor& state, bool waits_for_routing) {
   return {state};
 }
 
-// The rows of a window, and what sending and receiving share.
+// Sets the fields common to rank_send and rank_receive, from a symmetric buffer.
 template <typename Params>
-void set_window(Params* p, const paddle::Tensor& rows, const paddle::Tensor& token_rows, const paddle::Tensor& arrived,
-                const paddle::Tensor& peers, int64_t num_ranks, int64_t rank, int64_t fetched) {
+void set_exchange(Params* p, const paddle::Tensor& rows, const paddle::Tensor& token_rows, const paddle::Tensor& arrived,
+                  const paddle::Tensor& peers, int64_t num_ranks, int64_t rank, int64_t fetched) {
   p->struct_size = sizeof(Params);
   require_rank(token_rows, 2, kFunction, "the map");
   require_dtype(token_rows, paddle::DataType::INT32, kFunction, "the map");
@@ -242,16 +246,16 @@ void set_window(Params* p, const paddle::Tensor& rows, const paddle::Tensor& tok
   p->dtype = dtype_of(arrived, kFunction, "the window");
 }
 
-// Where the rows of this rank's own go: nowhere, since they are read where they are; to the window; to new memory, which is returned.
+// Target of this rank's own rows: none, since they are read from the source; the symmetric buffer; new memory, which is returned.
 enum OwnRows : int64_t { kStay, kToWindow, kToNewMemory };
 
-// Rows of x to where other ranks get them.
+// Stores rows of x for other ranks.
 Outputs rank_send(const paddle::Tensor& x, const paddle::Tensor& token_rows, const paddle::Tensor& arrived,
                   const paddle::Tensor& peers, int64_t num_ranks, int64_t rank, int64_t fetched, int64_t own, bool leaves_room) {
   const Target target(kFunction, {&x, &token_rows, &arrived, &peers});
   require_rank(x, 2, kFunction, "x");
   pmo_rank_send_params p = {};
-  set_window(&p, x, token_rows, arrived, peers, num_ranks, rank, fetched);
+  set_exchange(&p, x, token_rows, arrived, peers, num_ranks, rank, fetched);
   p.leaves_room = leaves_room;
   require_shape(x, {p.num_tokens, p.hidden}, kFunction, "x");
   const Matrix source(x);
@@ -271,8 +275,8 @@ Outputs rank_send(const paddle::Tensor& x, const paddle::Tensor& token_rows, con
   return {own_rows};
 }
 
-// The sums of the rows that ranks sent; without `own`, which are the rows of this rank itself, in `to`, where those are already. NaN
-// where `state` is marked.
+// Sums the rows that ranks sent. Either `own` has the rows of this rank itself, or `to` already contains them. NaN if `state` is
+// marked.
 Outputs rank_receive(const paddle::Tensor& token_rows, const paddle::Tensor& arrived, const paddle::Tensor& peers,
                      const paddle::optional<paddle::Tensor>& own, const paddle::optional<paddle::Tensor>& to,
                      const paddle::Tensor& state, int64_t num_ranks, int64_t rank, int64_t fetched) {
@@ -280,7 +284,7 @@ Outputs rank_receive(const paddle::Tensor& token_rows, const paddle::Tensor& arr
   require(own.is_initialized() != to.is_initialized(), kFunction, kEither);
   const paddle::Tensor& given = own ? *own : *to;
   pmo_rank_receive_params p = {};
-  set_window(&p, given, token_rows, arrived, peers, num_ranks, rank, fetched);
+  set_exchange(&p, given, token_rows, arrived, peers, num_ranks, rank, fetched);
   require_shape(given, {own ? arrived.shape()[0] : p.num_tokens, p.hidden}, kFunction, "the rows");
   const Matrix source(given);
   const paddle::Tensor rows = dense(token_rows);
@@ -300,7 +304,7 @@ Outputs rank_receive(const paddle::Tensor& token_rows, const paddle::Tensor& arr
   return {out};
 }
 
-// Rows of x in float8 to where token_rows says, in the windows of all ranks; their scales are not sent.
+// Quantises rows of x and stores them at the rows of token_rows in the buffers of all ranks; their scales are not sent.
 Outputs rank_quantize(const paddle::Tensor& x, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
                       const paddle::Tensor& window, bool ue8m0, float amax_min) {
   const Target target(kFunction, {&x, &token_rows, &row_to_token, &window});
@@ -309,8 +313,8 @@ Outputs rank_quantize(const paddle::Tensor& x, const paddle::Tensor& token_rows,
   require_dtype(window, paddle::DataType::FLOAT8_E4M3FN, kFunction, "the window");
   require_shape(window, {row_to_token.shape()[0], x.shape()[1]}, kFunction, "the window");
   require(window.is_contiguous(), kFunction, kNoMemory);
-  const Outputs made = quantize_rows(target, kFunction, x, {&token_rows, &row_to_token, 0}, {ue8m0, false, amax_min}, &window);
-  return {made[1]};
+  const Outputs outputs = quantize_rows(target, kFunction, x, {&token_rows, &row_to_token, 0}, {ue8m0, false, amax_min}, &window);
+  return {outputs[1]};
 }
 
 Outputs rank_put(const paddle::Tensor& row_values, const paddle::Tensor& window, int64_t rows_per_rank) {
@@ -331,7 +335,7 @@ Outputs rank_put(const paddle::Tensor& row_values, const paddle::Tensor& window,
   return {window};
 }
 
-// What all ranks put here: [P * S, columns], packed ue8m0 scales or float32 ones.
+// Values that all ranks stored in this rank's buffer: [P * S, columns], packed ue8m0 scales or float32 ones.
 Outputs rank_take(const paddle::Tensor& window, int64_t rows_per_rank, int64_t columns, bool ue8m0) {
   const Target target(kFunction, {&window});
   pmo_rank_values_params p = {};
@@ -371,7 +375,7 @@ Outputs rank_get(const paddle::Tensor& window, const paddle::Tensor& ids, const 
   return {values};
 }
 
-// Where rows of the plan over all experts are in a window for the rows of slots: [N, 1].
+// Position of each row of the plan over all experts in a buffer for the rows of slots: [N, 1].
 Outputs rank_rows(const paddle::Tensor& ids, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_slot,
                   int64_t num_ranks, int64_t experts_per_rank, int64_t rows_per_rank) {
   const Target target(kFunction, {&ids, &token_rows, &row_to_slot});
@@ -398,7 +402,7 @@ Outputs rank_rows(const paddle::Tensor& ids, const paddle::Tensor& token_rows, c
   return {places};
 }
 
-// Makes rows NaN where the codes of ranks differ from this rank's own; the rows are contiguous.
+// Fills rows with NaN if the code of any rank differs from this rank's; the rows must be contiguous.
 Outputs rank_spoil(const paddle::Tensor& rows, const paddle::Tensor& codes, int64_t code) {
   const Target target(kFunction, {&rows, &codes});
   require_rank(codes, 1, kFunction, "the codes");

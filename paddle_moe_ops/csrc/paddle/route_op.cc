@@ -1,8 +1,8 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// route: a Plan of compact maps from expert ids or a mask. Two operators, with and without probabilities: an optional input would
-// be lost where it has no elements, because Paddle takes such a tensor for a missing one.
+// route: a Plan of compact maps from expert ids or a mask. Two operators, with and without probabilities: Paddle treats an
+// optional input without elements as missing.
 #include "paddle/direct.h"
 #include "paddle/movement.h"
 #include "paddle/routing.h"
@@ -17,8 +17,8 @@ PMO_ATTRIBUTES(Attributes, (int64_t, num_experts, num_experts), (int64_t, topk, 
                (int, counts_source, source), (std::vector<int>, tokens_per_expert, list), (int64_t, buffer_size, buffer),
                (int, duplicates, duplicates), (int, checks, checks));
 
-Outputs make_plan(const Attributes& a, const paddle::Tensor& routing, const paddle::Tensor* probs,
-                  const paddle::optional<paddle::Tensor>& counts) {
+Outputs build_plan(const Attributes& a, const paddle::Tensor& routing, const paddle::Tensor* probs,
+                   const paddle::optional<paddle::Tensor>& counts) {
   const Target target(kFunction, {&routing}, {probs, counts ? &*counts : nullptr});
   require((routing.dtype() == paddle::DataType::BOOL) == (a.topk >= 0), kFunction,
           "topk must be given with a mask, and only there");
@@ -34,19 +34,19 @@ Outputs make_plan(const Attributes& a, const paddle::Tensor& routing, const padd
                 a.duplicates,
                 a.checks},
                routing, probs, counts ? &*counts : nullptr);
-  const Outputs made = step.outputs();
+  const Outputs outputs = step.outputs();
   step.run();
-  return made;
+  return outputs;
 }
 
 Outputs route(const Attributes& a, const paddle::Tensor& routing, const paddle::optional<paddle::Tensor>& counts) {
-  return make_plan(a, routing, nullptr, counts);
+  return build_plan(a, routing, nullptr, counts);
 }
 
 Outputs route_with_probs(const Attributes& a, const paddle::Tensor& routing, const paddle::Tensor& probs,
                          const paddle::optional<paddle::Tensor>& counts) {
   require(probs.defined(), kFunction, "a required tensor is missing");
-  return make_plan(a, routing, &probs, counts);
+  return build_plan(a, routing, &probs, counts);
 }
 
 std::vector<Shape> plan_shapes(const Attributes& a, const Shape& routing, bool has_probs) {
@@ -80,7 +80,7 @@ std::vector<paddle::DataType> route_with_probs_dtypes(const paddle::DataType&, c
   return plan_dtypes();
 }
 
-// d_probs: the gradient of a row's probability goes back to the slot that owns the row, or to (token, expert) for a mask.
+// d_probs: the gradient of a row's probability is added to the slot that owns the row, or to (token, expert) for a mask.
 Outputs route_with_probs_backward(const Attributes& a, const paddle::Tensor& slot_to_row, const paddle::Tensor& row_to_expert,
                                   const paddle::Tensor& d_row_probs) {
   const bool is_mask = a.topk >= 0;

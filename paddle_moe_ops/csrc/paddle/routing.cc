@@ -61,12 +61,13 @@ Routing::Routing(const Target& target, const RouteAttributes& attributes, const 
   params.checks = attributes.checks;
 
   params.workspace_bytes = workspace_bytes(target, params);
-  // 0 says that a size is unusable, and pmo_last_error() which; nothing may be allocated by it.
+  // 0 means an unusable size, which pmo_last_error() names; it must not be used for an allocation.
   if (params.workspace_bytes == 0) check_status(PMO_INVALID_ARGUMENT, function, attributes.names);
   require(attributes.buffer_size >= -1 && attributes.buffer_size <= std::numeric_limits<int32_t>::max(), function,
           "the static buffer must have -1 (none) or 0 to 2^31 - 1 rows");
 
-  // A wrong list would leave holes or drop rows. To see it on a GPU costs a synchronisation, so there only under validation.
+  // A wrong list would leave holes or drop rows. Finding it costs a synchronisation on a GPU, so it is checked there only under
+  // validation.
   const bool check_counts = !target.is_gpu() || params.checks != 0;
   if (attributes.buffer_size < 0 && attributes.counts_source != kCountsFromRouting && check_counts) {
     if (attributes.counts_source == kCountsFromTensor) {
@@ -88,7 +89,7 @@ Routing::Routing(const Target& target, const RouteAttributes& attributes, const 
   params.num_rows =
       static_num_rows(attributes.counts_source, attributes.counts, attributes.padding_alignment, attributes.buffer_size);
   const bool must_count = params.num_rows < 0;
-  // A GPU counts while it routes; only a count that the host wants to see is worth launches of its own.
+  // On a GPU the routing kernels also count; separate launches are worth it only for a count that the host reads.
   if (!target.is_gpu() || must_count || params.checks != 0) {
     check_status(PMO_CALL(target, route_count, &params), function, attributes.names);
   }
@@ -104,7 +105,7 @@ Routing::Routing(const Target& target, const RouteAttributes& attributes, const 
   }
 }
 
-// What the CPU operators report themselves.
+// Reports findings on a GPU; CPU operators report theirs themselves.
 void Routing::report(const int32_t* routed_per_expert) {
   pmo_route_findings findings;
   target_.copy_to_host(params.workspace, sizeof(findings), &findings);

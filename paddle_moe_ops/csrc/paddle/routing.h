@@ -11,14 +11,14 @@
 namespace pmo {
 namespace binding {
 
-// Where the number of rows per expert comes from.
+// Source of the number of rows per expert.
 enum CountsSource {
   kCountsFromRouting = 0,
   kCountsFromList = 1,
   kCountsFromTensor = 2,
 };
 
-// Rows of the permuted buffer as far as attributes alone tell; -1 = known only at run time. Never throws.
+// Rows of the permuted buffer as far as attributes determine them; -1 = known only at run time. Never throws.
 inline int64_t static_num_rows(int counts_source, const std::vector<int>& counts, int64_t padding_alignment,
                                int64_t buffer_size) {
   if (buffer_size >= 0) return buffer_size;
@@ -42,17 +42,17 @@ struct RouteAttributes {
   int checks;
 };
 
-// Counts at construction where it must; `params` then waits for its outputs and run(). On a GPU it synchronises if the number of rows has
-// to be read back, or if checks are wanted.
+// The routing of one call. The constructor counts if it must; `params` then waits for its outputs and run(). On a GPU it
+// synchronises if the number of rows has to be read back, or if checks are enabled.
 class Routing {
  public:
   Routing(const Target& target, const RouteAttributes& attributes, const paddle::Tensor& routing, const paddle::Tensor* probs,
           const paddle::Tensor* counts);
 
-  // Memory for the ten tensors of a plan, which run() writes.
+  // Allocates the ten tensors of a plan, which run() writes.
   Outputs outputs();
 
-  // Writes the maps and, if there is a permutation that follows them, moves its rows.
+  // Writes the maps. If `permute` is given, also permutes its rows.
   void run(const pmo_permute_params* permute = nullptr);
 
   int64_t num_rows() const { return params.num_rows; }

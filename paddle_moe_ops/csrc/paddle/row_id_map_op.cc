@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Maps of other packages from a plan and back, and values between the slots and the rows of such maps.
+// Conversions between a plan and the maps of other packages, and values between the slots and the rows of such maps.
 #include "paddle/direct.h"
 #include "paddle/movement.h"
 #include "pmo/row_id_map.h"
@@ -23,7 +23,7 @@ const int32_t* int32_data(const paddle::Tensor& map, const char* function, const
   return map.data<int32_t>();
 }
 
-// pad_offsets [E] of a map that does not count padding; undefined: the map does.
+// pad_offsets [E] of a map that does not count padding; undefined if the map counts it.
 paddle::Tensor dense_offsets(const paddle::optional<paddle::Tensor>& pad_offsets, int64_t num_experts, const char* function) {
   if (!pad_offsets) return paddle::Tensor();
   require_shape(*pad_offsets, {num_experts}, function, "pad_offsets");
@@ -76,13 +76,13 @@ paddle::Tensor rowmap_of(const Target& target, const paddle::Tensor& row_id_map,
   p.num_tokens = row_id_map.shape()[0];
   p.num_experts = num_experts;
   p.pad_offsets = pad_offsets ? int32_data(offsets, kRead, "pad_offsets") : nullptr;
-  p.row_id_map = const_cast<int32_t*>(row_id_map.data<int32_t>());  // only read here
+  p.row_id_map = const_cast<int32_t*>(row_id_map.data<int32_t>());  // only read
   p.rowmap = rowmap.data<int32_t>();
   check_status(PMO_CALL(target, read_row_id_map, &p), kRead);
   return rowmap;
 }
 
-// The number of rows may be on another device than the map, so its target ends here.
+// The number of rows may be on another device than the map, so this function has its own target.
 int64_t rows_of_buffer(const paddle::optional<paddle::Tensor>& num_rows, int64_t buffer_size) {
   const Target target(kRead, {}, {num_rows ? &*num_rows : nullptr});
   require(buffer_size >= -1 && buffer_size <= INT32_MAX, kRead, "the buffer must have 0 to 2^31 - 1 rows");
@@ -137,7 +137,7 @@ std::vector<paddle::DataType> read_rowmap_dtypes(const paddle::DataType&, const 
   return std::vector<paddle::DataType>(5, paddle::DataType::INT32);
 }
 
-// row_to_slot tells both how many rows there are, and their gradients.
+// row_to_slot determines the number of rows, also for the gradients.
 int64_t num_rows_of(const paddle::Tensor& row_to_slot, const char* function) {
   require_rank(row_to_slot, 1, function, "row_to_slot");
   return row_to_slot.shape()[0];

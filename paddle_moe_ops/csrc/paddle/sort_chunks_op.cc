@@ -1,8 +1,8 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// sort_chunks: whole chunks of rows in another order. Two operators, with and without probabilities: an optional input would be lost where
-// it has no elements, because Paddle takes such a tensor for a missing one. And the map alone.
+// sort_chunks: whole chunks of rows in another order. Two operators, with and without probabilities, because Paddle treats an
+// optional input without elements as missing. A third one returns the map alone.
 #include "paddle/direct.h"
 #include "paddle/movement.h"
 #include "paddle/pages.h"
@@ -36,7 +36,7 @@ class Chunks {
     params.checks = checks;
   }
 
-  // Sum of the sizes; a synchronisation on a GPU.
+  // Sum of the sizes; on a GPU a synchronisation.
   int64_t num_rows() const {
     const std::vector<int64_t> sizes = require_host_integers(target_, split_sizes_, function_, "split_sizes");
     int64_t rows = 0;
@@ -62,7 +62,7 @@ class Chunks {
   pmo_sort_chunks_params params = {};
 
  private:
-  // What the CPU operator reports itself.
+  // Reports findings on a GPU; the CPU operator reports its own.
   void report() const {
     const std::vector<int64_t> sizes = require_host_integers(target_, split_sizes_, function_, "split_sizes");
     const std::vector<int64_t> order = require_host_integers(target_, order_, function_, "order");
@@ -78,7 +78,7 @@ class Chunks {
   const paddle::Tensor split_sizes_, order_;
 };
 
-// Rows, their probabilities, or both; a null pair is not moved.
+// Permutes rows, their probabilities, or both; a null pair is skipped.
 void move_rows(const Target& target, Chunks* chunks, const paddle::Tensor* x, paddle::Tensor* out, const paddle::Tensor* probs,
                paddle::Tensor* probs_out, bool inverse) {
   pmo_sort_chunks_params& p = chunks->params;
@@ -152,9 +152,9 @@ std::vector<paddle::DataType> sort_chunks_with_probs_dtypes(const paddle::DataTy
   return {x, paddle::DataType::FLOAT32, paddle::DataType::INT32};
 }
 
-// What a backward operator and its own gradient move: the rows back the way they came, or the same way again. The map is there for the
-// number of rows, which no other input tells where the gradient of the rows is not defined; gradients that are not, or are not needed, are
-// zeros.
+// Permutes the gradients of a backward operator (inverse order), or of its own gradient (same order). The map is an input for the
+// number of rows, which no other input has if the gradient of the rows is undefined. Gradients that are undefined or not needed
+// are zeros.
 Outputs move_gradients(const paddle::Tensor& split_sizes, const paddle::Tensor& order, const paddle::Tensor& source_to_dest,
                        const paddle::Tensor& d_out, const paddle::Tensor* d_probs_out, int64_t hidden, int hidden_dtype,
                        bool need_x_grad, bool need_probs_grad, bool inverse, const char* rows_name, const char* probs_name) {
@@ -224,7 +224,7 @@ std::vector<paddle::DataType> sort_chunks_with_probs_backward_dtypes(const paddl
   return {d_out, paddle::DataType::FLOAT32};
 }
 
-// The same shapes and dtypes come out of a gradient and of its own.
+// A gradient and its own gradient have the same shapes and dtypes.
 Outputs sort_chunks_double_backward(const Attributes& a, const paddle::Tensor& split_sizes, const paddle::Tensor& order,
                                     const paddle::Tensor& source_to_dest, const paddle::Tensor& dd_x) {
   return double_backward(split_sizes, order, source_to_dest, dd_x, nullptr, a.hidden, a.hidden_dtype, true, false);
@@ -237,7 +237,7 @@ Outputs sort_chunks_with_probs_double_backward(const AttributesWithProbs& a, con
                          a.need_probs_grad);
 }
 
-// The map without any rows; buffer_size -1: as many rows as the chunks have.
+// The map alone; buffer_size -1: as many rows as the chunks have.
 Outputs chunk_sort_map(const MapAttributes& a, const paddle::Tensor& split_sizes, const paddle::Tensor& order) {
   const Target target(kMapFunction, {&split_sizes, &order});
   Chunks chunks(target, kMapFunction, split_sizes, order, a.checks);

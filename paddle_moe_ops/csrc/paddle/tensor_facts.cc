@@ -1,17 +1,17 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// What Python code asks about tensors in every call (_native.py).
+// Facts about tensors that Python code reads in every call (_native.py).
 #include "paddle/python.h"
 
-#ifndef PMO_PADDLE_2  // where tensors have no strides
+#ifndef PMO_PADDLE_2  // its tensors have no strides
 
 namespace pmo {
 namespace binding {
 namespace {
 
-// facts(*tensors) -> bytes with everything that launchers and checks look at: dtypes, shapes, strides, alignments, places. None if one of
-// them is not a dense tensor or has no memory
+// facts(*tensors) -> bytes with everything that launchers and checks read: dtypes, shapes, strides, alignments, places. None if
+// one of them is not a dense tensor or has no memory
 PyObject* facts(PyObject* const* objects, Py_ssize_t count) {
   std::vector<int64_t> words;
   words.reserve(static_cast<size_t>(count) * 7);
@@ -34,7 +34,7 @@ PyObject* facts(PyObject* const* objects, Py_ssize_t count) {
                                    static_cast<Py_ssize_t>(words.size() * sizeof words[0]));
 }
 
-// watch(*tensors) -> for each tensor a weak reference and how often it was changed in place
+// watch(*tensors) -> for each tensor a weak reference and its number of in-place changes
 PyObject* watch(PyObject* const* objects, Py_ssize_t count) {
   PyObject* watched = PyTuple_New(2 * count);
   for (Py_ssize_t i = 0; watched != nullptr && i < count; ++i) {
@@ -50,7 +50,7 @@ PyObject* watch(PyObject* const* objects, Py_ssize_t count) {
   return watched;
 }
 
-// was_changed(what watch returned) -> whether a tensor that still exists has changed since
+// was_changed(result of watch) -> whether a tensor that still exists has changed since
 PyObject* was_changed(PyObject* const* objects, Py_ssize_t count) {
   expect(count == 1 && PyTuple_Check(objects[0]));
   for (Py_ssize_t i = 0; i < PyTuple_Size(objects[0]); i += 2) {
@@ -63,7 +63,7 @@ PyObject* was_changed(PyObject* const* objects, Py_ssize_t count) {
   return python_bool(false);
 }
 
-// carries_graph(*values) -> whether one of them is a tensor that wants a gradient. None if a container would have to be searched
+// carries_graph(*values) -> whether one of them is a tensor that needs a gradient. None if a container would have to be searched
 PyObject* carries_graph(PyObject* const* objects, Py_ssize_t count) {
   bool has_container = false;
   for (Py_ssize_t i = 0; i < count; ++i) {

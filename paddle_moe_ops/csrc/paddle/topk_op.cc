@@ -18,7 +18,7 @@ PMO_ATTRIBUTES(Attributes, (int64_t, top_k, top_k), (bool, use_sigmoid, sigmoid)
 
 const Names kNames = {{"topk", "top_k"}};
 
-// The params that the operator and its gradient share.
+// The params common to the operator and its gradient.
 template <typename Params>
 Params params_of(const Attributes& a, const Matrix& gating) {
   const Shape shape = gating.tensor.shape();
@@ -41,7 +41,7 @@ Outputs topk(const Attributes& a, const paddle::Tensor& gating, const paddle::op
   const paddle::Tensor* bias = correction_bias ? &*correction_bias : nullptr;
   const Target target(kFunction, {&gating}, {bias});
   require_rank(gating, 2, kFunction, "gating");
-  // experts in [1, 2^16] bound what a bad number of slots can ask for
+  // the number of experts, in [1, 2^16], bounds the allocation for a bad number of slots
   require(a.top_k >= 1 && a.top_k <= gating.shape()[1], kFunction, "top_k must be at least 1 and at most the number of experts");
   const Matrix logits(gating);
   auto p = params_of<pmo_topk_params>(a, logits);
@@ -80,7 +80,7 @@ std::vector<paddle::DataType> topk_dtypes(const paddle::DataType& gating, const 
   return {gating, paddle::DataType::INT64, gating};
 }
 
-// The data of a gradient that may not be there.
+// The data of a gradient, null if that is undefined.
 const void* gradient_data(const paddle::Tensor& gradient, paddle::Tensor* holder) {
   if (!gradient.initialized()) return nullptr;
   *holder = dense(gradient);

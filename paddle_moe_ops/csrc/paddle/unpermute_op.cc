@@ -15,7 +15,7 @@ constexpr char kFunction[] = "unpermute";
 PMO_ATTRIBUTES(Attributes, (int64_t, hidden, hidden), (int, hidden_dtype, dtype));
 PMO_ATTRIBUTES(WeightedAttributes, (bool, need_rows_grad, rows_grad), (bool, need_probs_grad, prob_grad));
 
-// A map with one entry per row, which only the gradient reads.
+// Checks a map with one entry per row, which only the gradient reads.
 void require_rows_map(const paddle::Tensor& map, const paddle::Tensor& rows, const char* name) {
   require_rank(rows, 2, kFunction, "the rows");
   require_shape(map, {rows.shape()[0]}, kFunction, name);
@@ -24,10 +24,10 @@ void require_rows_map(const paddle::Tensor& map, const paddle::Tensor& rows, con
 
 Shape out_shape(const Shape& rows, const Shape& token_rows) { return {dim(token_rows, 0), dim(rows, 1)}; }
 
-// A graph need not know the width.
+// Width of rows that a static graph does not know.
 constexpr int64_t kUnknown = -1;
 
-// row_to_token is there for the gradient, which zeroes the rows that no token uses.
+// row_to_token is an input for the gradient, which zeroes the rows that no token uses.
 Outputs unpermute(const Attributes& a, const paddle::Tensor& rows, const paddle::Tensor& token_rows,
                   const paddle::Tensor& row_to_token) {
   const Target target(kFunction, {&rows, &token_rows, &row_to_token});
@@ -46,7 +46,7 @@ std::vector<paddle::DataType> unpermute_dtypes(const paddle::DataType& rows, con
 
 bool fits(const paddle::Tensor& rows, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token) {
   return has_columns(rows) && is_summed(rows) && rows.shape()[0] == dim(row_to_token.shape(), 0) &&
-         are_together({&rows, &token_rows, &row_to_token});
+         are_on_one_device({&rows, &token_rows, &row_to_token});
 }
 
 Outputs quick_unpermute(const paddle::Tensor& rows, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token) {
@@ -86,7 +86,7 @@ std::vector<Shape> unpermute_double_backward_shapes(const Attributes&, const Sha
   return {out_shape(dd_rows, token_rows)};
 }
 
-// probs is [N], one per row, or [T, K], one per slot; row_to_slot leads from a row to its slot.
+// probs is [N], one per row, or [T, K], one per slot; row_to_slot maps a row to its slot.
 Weights weights_of(const paddle::Tensor& probs, const paddle::Tensor& row_to_slot) {
   Weights weights;
   weights.values = &probs;
@@ -107,7 +107,7 @@ bool fits_weighted(const paddle::Tensor& rows, const paddle::Tensor& probs, cons
                    const paddle::Tensor& row_to_token, const paddle::Tensor& row_to_slot) {
   return fits(rows, token_rows, row_to_token) && probs.dtype() == paddle::DataType::FLOAT32 &&
          (probs.shape() == row_to_token.shape() || probs.shape() == token_rows.shape()) &&
-         are_together({&rows, &probs, &row_to_slot});
+         are_on_one_device({&rows, &probs, &row_to_slot});
 }
 
 Outputs quick_unpermute_weighted(const paddle::Tensor& rows, const paddle::Tensor& probs, const paddle::Tensor& token_rows,
@@ -217,7 +217,7 @@ PD_BUILD_OP(pmo_unpermute_weighted)
 PMO_DIRECT(unpermute_weighted, unpermute_weighted);
 PMO_QUICK(unpermute_weighted, quick_unpermute_weighted, fits_weighted);
 
-// The gradient as an operator of its own, for those who write their backward passes themselves.
+// The gradient as an operator of its own, for callers that write their backward passes themselves.
 PD_BUILD_OP(pmo_unpermute_weighted_backward)
     .Inputs({"rows", "probs", "token_rows", "row_to_token", "row_to_slot", "d_out"})
     .Outputs({"d_rows", "d_probs"})

@@ -1,11 +1,11 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Symmetric buffers (pmo/ranks.h) as tensors that own their memory: it is freed with the last tensor over it, in any thread, with or without
-// Python's lock. Python maps the memory and calls these operators directly, in dygraph only.
+// Symmetric buffers (pmo/ranks.h) as tensors that own their memory. The last tensor over it frees it, in any thread, with or
+// without Python's lock. Python maps the memory and calls these operators directly, in dygraph only.
 #include "paddle/direct.h"
 
-#ifndef PMO_PADDLE_2  // Paddle before 3.0 makes no tensors of memory that is there
+#ifndef PMO_PADDLE_2  // Paddle before 3.0 creates no tensors over existing memory
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -20,8 +20,8 @@
 #include <cstring>
 #include <memory>
 
-// With it this header includes those of cuBLAS, cuDNN and others, which no other file needs. It changes no class that is used here. The
-// alternative, paddle::from_blob, refuses memory of the host on a GPUPlace.
+// With PADDLE_WITH_CUDA this header includes those of cuBLAS, cuDNN and others, which no other file needs. The macro changes no
+// class that this file uses. The alternative, paddle::from_blob, rejects host memory on a GPUPlace.
 #undef PADDLE_WITH_CUDA
 #include "paddle/phi/core/dense_tensor.h"
 
@@ -47,7 +47,7 @@ void free_when_idle(const phi::Allocation& memory, Free free) {
     CurrentDevice current;
     current.set(memory.place().GetDeviceId(), kFunction);
     if (cudaDeviceSynchronize() == cudaSuccess) free();
-  } catch (const std::exception&) {  // the device cannot be made current
+  } catch (const std::exception&) {  // setting the current device failed
   }
 }
 
@@ -75,7 +75,7 @@ paddle::Tensor owner_of(void* address, int64_t rows, int64_t columns, paddle::Da
   return paddle::Tensor(std::make_shared<phi::DenseTensor>(memory, meta));
 }
 
-// Memory that was mapped on the device of `like`, as a tensor [rows, columns] that unmaps it.
+// A tensor [rows, columns] over mapped memory of the device of `like`, which it unmaps when freed.
 Outputs window(const paddle::Tensor& like, int64_t address, int64_t rows, int64_t columns, int dtype) {
   const Target target(kFunction, {&like});
   require(address != 0 && rows > 0 && columns > 0, kFunction, kNoMemory);
@@ -86,7 +86,7 @@ Outputs window(const paddle::Tensor& like, int64_t address, int64_t rows, int64_
   return {owner_of(reinterpret_cast<void*>(address), rows, columns, static_cast<paddle::DataType>(dtype), target.place(), free)};
 }
 
-// int32 [1, count] zeros in memory of the host that the device of `like` can write to.
+// int32 [1, count] zeros in host memory that the device of `like` can write to.
 Outputs host_words(const paddle::Tensor& like, int64_t count) {
   const Target target(kFunction, {&like});
   require(count > 0, kFunction, kNoWords);

@@ -1,10 +1,12 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// A stand-in for the GPU, so that the rig runs where there is none: a CUDA runtime whose device memory is host memory (and holds garbage
-// at first), and entry points of the CUDA core that run the CPU's. What it shows is whether Paddle finds everything it needs on the
-// device `cuda_rig`, and, of two GPUs, whether the right one is current at a launch; nothing about kernels or races. Checks of data find
-// nothing. The few functions of the driver by which tests change the current GPU are here as well.
+// A stand-in for the GPU, so that the rig runs without one. It is a CUDA runtime whose device memory is host memory (garbage at
+// first), with entry points of the CUDA core that call the CPU's.
+//
+// It shows whether Paddle finds all kernels it needs on the device `cuda_rig` and, with two GPUs, whether the right one is
+// current at a launch. It shows nothing about kernels or races, and checks of data find nothing. It also implements the few
+// driver functions by which tests change the current GPU.
 #include <cuda.h>
 #include <cuda_runtime.h>
 
@@ -33,7 +35,7 @@ struct Stream {
   int device;
 };
 
-// A stream takes kernels from its own device only.
+// True if the stream's device is current: a stream accepts kernels from its own device only.
 bool is_current(void* stream) { return stream == nullptr || static_cast<Stream*>(stream)->device == current_device; }
 
 int wrong_device(const char* kernel) {
@@ -55,7 +57,7 @@ cudaError_t release(void* pointer) {
   return cudaSuccess;
 }
 
-// The caller looks for findings at the begin of the workspace; the CPU gets what is behind them.
+// The caller reads findings at the beginning of the workspace; the CPU uses the rest.
 pmo_route_params without_checks(const pmo_route_params& params) {
   pmo_route_params moved = params;
   moved.checks = 0;
@@ -121,7 +123,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
 
 CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 CUresult cuDeviceGetCount(int* count) { return *count = kDevices, CUDA_SUCCESS; }
-// No compute capability: Triton does not take it for a GPU.
+// Returns no compute capability, so that Triton does not treat the device as a GPU.
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute, CUdevice) { return *value = 0, CUDA_SUCCESS; }
 CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) { return *context = context_of(device), CUDA_SUCCESS; }
 CUresult cuCtxGetCurrent(CUcontext* context) { return *context = context_of(current_device), CUDA_SUCCESS; }

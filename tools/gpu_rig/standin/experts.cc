@@ -1,8 +1,8 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The products of experts' rows on the stand-in for a GPU, which passes for one of Hopper's generation: what pmo/grouped.h says, in loops.
-// Rows of no expert are neither read nor written.
+// Grouped GEMMs of pmo/grouped.h as loops, for the stand-in for a GPU, which reports compute capability 9.0. Rows of no expert
+// are neither read nor written.
 #include <algorithm>
 #include <cmath>
 #include <vector>

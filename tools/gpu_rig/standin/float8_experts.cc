@@ -1,8 +1,8 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The float8 products of experts' rows on the stand-in for a GPU: what pmo/grouped_float8.h says, in loops. Rows of no expert are neither read
-// nor written.
+// Grouped float8 GEMMs of pmo/grouped_float8.h as loops, for the stand-in for a GPU. Rows of no expert are neither read nor
+// written.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -21,7 +21,7 @@ constexpr int64_t kGroup = 128;
 
 int64_t groups_in(int64_t size) { return pmo::divide_up(size, kGroup); }
 
-// The value of a code, as the CPU core has it.
+// The value of a code, decoded by the CPU core.
 float value_of(uint8_t code) {
   const float one = 1.0f;
   float value;
@@ -63,7 +63,7 @@ struct Product {
     return sum;
   }
 
-  // Codes and scales of a row of numbers, columns a multiple of 128.
+  // Stores codes and scales of a row; the number of columns is a multiple of 128.
   void quantize(const std::vector<uint16_t>& numbers, int64_t row) const {
     if (p.codes == nullptr) return;
     const auto columns = static_cast<int64_t>(numbers.size());

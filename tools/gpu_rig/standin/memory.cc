@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The stand-in's memory that processes share: the driver's functions on files in memory, whose handles are file descriptors.
+// Shared memory of the stand-in: the driver's functions on in-memory files, whose handles are file descriptors.
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <dlfcn.h>

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Python imports this when it starts. In a process that a recorded test starts, it writes down lines (pytest_reach)."""
+"""Start-up module of Python. In a process that a recorded test starts, it records lines (pytest_reach)."""
 
 import os
 import sys

@@ -4,8 +4,8 @@
 // Common parts of the C core: status codes, element types, the error text, the CPU threads.
 //
 // Conventions of the ABI: one plain struct per operator that begins with its own size, raw pointers, int64 sizes, strides in
-// elements. Nothing is allocated (ask the _workspace_bytes query first), no exception crosses the boundary. The only state is the
-// CPU thread pool, the limit of the instruction set, what has been found out about each GPU, and the thread-local text of the
+// elements. No call allocates memory: call the _workspace_bytes query first. No exception crosses the boundary. The only state is the
+// CPU thread pool, the limit of the instruction set, cached properties of each GPU, and the thread-local text of the
 // last error. `stream` is a cudaStream_t for the *_cuda entry points and must be NULL for the *_cpu ones.
 #pragma once
 
@@ -50,18 +50,17 @@ PMO_API const char* pmo_last_error(void);
 PMO_API void pmo_set_num_threads(int32_t num_threads);
 PMO_API int32_t pmo_num_threads(void);
 
-// Instruction sets of the CPU operators, each with those before it. Results are the same bits on all of them.
+// Instruction sets of the CPU operators; each includes those before it. Results are the same bits on all of them.
 typedef enum pmo_cpu_isa {
-  PMO_CPU_GENERIC = 0,  // what the library was compiled for
+  PMO_CPU_GENERIC = 0,  // the target that the library was compiled for
   PMO_CPU_AVX2 = 1,     // with FMA and F16C
   PMO_CPU_AVX512 = 2,   // F, BW and VL
 } pmo_cpu_isa;
 
-// The best instruction set that the CPU operators may use from the next call on. A larger value than the last one lifts the
-// limit.
+// Limits the instruction set of the CPU operators from the next call on. A value beyond the last one removes the limit.
 PMO_API void pmo_set_max_cpu_isa(int32_t isa);
 
-// The one that they use: the best within the limit that this processor has.
+// The instruction set in use: the best one within the limit that this processor supports.
 PMO_API int32_t pmo_used_cpu_isa(void);
 
 #ifdef __cplusplus

@@ -7,8 +7,8 @@
 // says otherwise. Accumulation is float32, in ascending order of K. The bits of the results do not depend on the tiling.
 //
 // Tiles of `tile_rows` rows are listed expert by expert: tiles[e] tiles precede those of expert e, tiles[E] is their number. A
-// launch computes tiles window[0] to window[1] - 1. Kernels read these tables on the device, so the host needs no numbers of
-// rows.
+// launch computes tiles window[0] to window[1] - 1. Kernels read these tables on the device, so the host does not read the numbers
+// of rows.
 #pragma once
 
 #include "pmo/base.h"
@@ -24,12 +24,12 @@ extern "C" {
 
 typedef enum pmo_grouped_result {
   PMO_GROUPED_PLAIN = 0,     // out [M, width] = weights[r] * Y
-  PMO_GROUPED_GATED = 1,     // hidden [M, outer] = Y, if it is given; out [M, outer / 2] = SwiGLU of its halves
+  PMO_GROUPED_GATED = 1,     // hidden [M, outer] = Y, unless it is NULL; out [M, outer / 2] = SwiGLU of its halves
   PMO_GROUPED_GRADIENT = 2,  // Y is the gradient of weights[r] * SwiGLU(hidden[r]); hidden is replaced by its gradient,
                              // out [M, outer] = weights[r] * SwiGLU, d_weights = dot products of SwiGLU and Y
 } pmo_grouped_result;
 
-// Y[r] = x[r] times the expert's matrix, columns from first_column on. Rows of x that no expert has may hold anything.
+// Y[r] = x[r] times the expert's matrix, columns from first_column on. Rows of x of no expert may contain anything.
 typedef struct pmo_grouped_product_params {
   int64_t struct_size;
   int64_t num_rows;             // M
@@ -44,7 +44,7 @@ typedef struct pmo_grouped_product_params {
   const void* x;                // [num_sources, inner], at a multiple of 16 bytes
   int64_t x_row_stride;         // a multiple of 8
   const void* matrix;           // [E, inner, outer], or [E, outer, inner] with `transpose`
-  const int32_t* row_to_token;  // [M] or NULL: with GRADIENT, rows with a negative entry give zeros
+  const int32_t* row_to_token;  // [M] or NULL: with GRADIENT, rows with a negative entry produce zeros
   const float* weights;         // [M] or NULL
   const int32_t* first;         // [E]
   const int32_t* stop;          // [E]
@@ -71,7 +71,7 @@ typedef enum pmo_grouped_gathered {
 } pmo_grouped_gathered;
 
 // Wgrad: out[e][first_p + i, first_q + j] = sum of p[r, i] q[r, j] over the rows r of expert e, in float32, rounded once; 0
-// without rows. Rows that no expert has may hold anything. A gathered operand holds num_sources tokens: its row r is token
+// without rows. Rows of no expert may contain anything. A gathered operand contains num_sources tokens: its row r is token
 // row_to_token[r], or zeros if there is no such token.
 typedef struct pmo_grouped_outer_params {
   int64_t struct_size;

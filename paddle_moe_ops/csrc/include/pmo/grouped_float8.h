@@ -33,7 +33,7 @@ typedef struct pmo_grouped_float8_params {
   const float* x_scales;        // [num_sources, inner / 128, rounded up]
   const void* matrix;           // codes [E, outer, inner], at a multiple of 16 bytes
   const float* matrix_scales;   // [E, outer / 128, rounded up, inner / 128, rounded up]
-  const int32_t* row_to_token;  // [M] or NULL: with GRADIENT, rows with a negative entry give zeros
+  const int32_t* row_to_token;  // [M] or NULL: with GRADIENT, rows with a negative entry produce zeros
   const float* weights;         // [M] or NULL
   const int32_t* first;         // [E]
   const int32_t* stop;          // [E]
@@ -71,7 +71,7 @@ typedef struct pmo_quantize_blocks_params {
 
 PMO_API int pmo_quantize_blocks_cuda(const pmo_quantize_blocks_params* params, void* stream);
 
-// Fake quantisation by 128 x 128 blocks: out = code * scale in float32. For devices without float8 MMAs. The bits of a NaN are
+// Fake quantisation by 128 x 128 blocks: out = code * scale in float32. Devices without float8 MMAs use it. The bits of a NaN are
 // unspecified.
 typedef struct pmo_near_blocks_params {
   int64_t struct_size;

@@ -61,7 +61,7 @@ typedef struct pmo_swiglu_params {
 PMO_API int pmo_swiglu_cpu(const pmo_swiglu_params* params, void* stream);
 PMO_API int pmo_swiglu_cuda(const pmo_swiglu_params* params, void* stream);
 
-// Gradient of weights[r] * act[r], act rounded as above. Rows without a token give zeros and are not read.
+// Gradient of weights[r] * act[r], act rounded as above. Rows without a token produce zeros and are not read.
 typedef struct pmo_swiglu_backward_params {
   int64_t struct_size;
   int64_t num_rows;             // M

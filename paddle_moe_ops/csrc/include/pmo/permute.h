@@ -41,16 +41,19 @@ typedef struct pmo_permute_params {
 PMO_API int pmo_permute_cpu(const pmo_permute_params* params, void* stream);
 PMO_API int pmo_permute_cuda(const pmo_permute_params* params, void* stream);
 
-// Everything that pmo_route_count_*, pmo_route_* and pmo_permute_* do, in as few launches as possible; `permute` may be NULL.
-// Needs no counting before it. On CUDA the data are not checked, even if route->checks is set. The sizes of `permute`, and the
+// pmo_route_count_*, pmo_route_* and pmo_permute_* in as few launches as possible; `permute` may be NULL. It needs no
+// pmo_route_count_* before it. On CUDA the data are not checked, even if route->checks is set. The sizes of `permute`, and the
 // maps that it reads, must be those of `route`.
 PMO_API int pmo_route_permute_cpu(const pmo_route_params* route, const pmo_permute_params* permute, void* stream);
 PMO_API int pmo_route_permute_cuda(const pmo_route_params* route, const pmo_permute_params* permute, void* stream);
 
 // out[t] = sum of the token's rows, in the order of token_rows, each times its weight if there are weights.
 //
-// Arithmetic (the same bits on every backend): acc = -0.0f; plain acc = acc + v; weighted acc = fma(v, w, acc), in float32 with
-// round to nearest even; no rows give +0.0; one unweighted row is copied; one rounding to the output type at the end.
+// Arithmetic in float32 with round to nearest even (the same bits on every backend):
+//
+//   acc = -0.0f; plain acc = acc + v; weighted acc = fma(v, w, acc); one rounding to the output type at the end.
+//
+// No rows: +0.0. One unweighted row is copied.
 typedef struct pmo_unpermute_params {
   int64_t struct_size;
   int64_t num_tokens;
@@ -73,8 +76,8 @@ PMO_API int pmo_unpermute_cpu(const pmo_unpermute_params* params, void* stream);
 PMO_API int pmo_unpermute_cuda(const pmo_unpermute_params* params, void* stream);
 
 // Gradient of pmo_unpermute: d_rows[r] = w_r * d_out[t] (a copy without weights), d_weights[index(r)] = dot(d_out[t], rows[r]).
-// Rows that no token uses get zeros. The dot product runs in float32 over 16 lanes (element j in lane j % 16, fma) that one fixed
-// tree adds up, so its bits depend on nothing but the data. If all tokens have the same number of weights, num_weights /
+// Rows that no token uses become zeros. The dot product runs in float32 over 16 lanes (element j in lane j % 16, fma), which one
+// fixed tree adds up. So its bits depend on nothing but the data. If all tokens have the same number of weights, num_weights /
 // num_tokens, weight_index maps a token's rows to weights of the token. (CUDA: 256 lanes; for accesses of v elements, as wide as
 // H and the alignment allow, element j is in lane j / v % 256.)
 typedef struct pmo_unpermute_backward_params {

@@ -14,7 +14,7 @@ extern "C" {
 // Columns that share a scale; the last group of a row may be shorter.
 #define PMO_QUANTIZE_GROUP 128
 
-// S = ceil(H / 128) scales of a row in C words: float32 C = S, or packed ue8m0 C = ceil(S / 4), four exponents to an int32, the
+// S = ceil(H / 128) scales of a row in C words. float32: C = S. Packed ue8m0: C = ceil(S / 4), four exponents to an int32, the
 // lowest group in the lowest byte, unused bytes 0.
 typedef enum pmo_scale_layout {
   PMO_SCALES_BY_ROW = 0,     // [N, C]
@@ -24,10 +24,13 @@ typedef enum pmo_scale_layout {
 // codes[slot_to_row[t, k]] = the codes of x[t], and the scales alike. A source row is read and quantised once for any number of
 // rows; one without rows is not read. Moves T * H * itemsize + N * (H + 4 C) bytes.
 //
-// Arithmetic (the same bits on every backend), for a group of columns, in float32 with round to nearest even: a = max |x|, NaN
-// left out; a = min(max(a, amax_min), FLT_MAX); scale = a / 448, for ue8m0 the smallest power of two that is not less; code = the
-// e4m3fn number nearest to x * (1 / scale), ties to even. Magnitudes beyond 448, infinity among them, become 448; NaN becomes
-// 0x7F.
+// Arithmetic for a group of columns, in float32 with round to nearest even (the same bits on every backend):
+//
+//   a = max |x|, NaN left out; a = min(max(a, amax_min), FLT_MAX)
+//   scale = a / 448, for ue8m0 the smallest power of two that is not less
+//   code = the e4m3fn number nearest to x * (1 / scale), ties to even
+//
+// Magnitudes beyond 448, infinity among them, become 448; NaN becomes 0x7F.
 typedef struct pmo_quantize_params {
   int64_t struct_size;
   int64_t num_tokens;
@@ -47,7 +50,7 @@ typedef struct pmo_quantize_params {
   int32_t fill;    // PMO_FILL_ROWS: zero the codes of padding rows; PMO_FILL_SCALES: their scales, and alignment rows after row N
   float amax_min;  // in [2^-100, FLT_MAX]
   int32_t num_threads;
-  void* workspace;  // CUDA only; may be NULL, for which many column-major scales take longer
+  void* workspace;  // CUDA only; may be NULL, but many column-major scales are then slower
   int64_t workspace_bytes;
 } pmo_quantize_params;
 
@@ -58,8 +61,8 @@ PMO_API int pmo_quantize_cuda(const pmo_quantize_params* params, void* stream);
 // row_to_token, so the maps must agree.
 PMO_API int64_t pmo_quantize_cuda_workspace_bytes(const pmo_quantize_params* params);
 
-// out = code * scale in float32, rounded to the output type; any NaN will do. A ue8m0 exponent of 0 means a scale of 0, as
-// padding has.
+// out = code * scale in float32, rounded to the output type; the bits of a NaN are unspecified. A ue8m0 exponent of 0 is a
+// scale of 0, as in padding rows.
 typedef struct pmo_dequantize_params {
   int64_t struct_size;
   int64_t num_rows;

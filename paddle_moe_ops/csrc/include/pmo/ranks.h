@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Expert parallelism through symmetric buffers, memory that ranks map from each other: which token goes to which rank, and its
+// Expert parallelism through symmetric buffers, memory that ranks map from each other: rows of tokens for each rank, and their
 // records.
 //
 // Every rank has a symmetric buffer of P regions, one per sending rank. A region of a token buffer has S rows. The P regions that
@@ -9,7 +9,7 @@
 // p. So row p * S + i of that array is row i of this rank's region at rank p.
 //
 // A region of a record buffer: the number n of its tokens (int32, then 60 unused bytes), int32 [S, K] expert ids, float32 [S, K]
-// probabilities; values after the first n records are undefined. A region of a value buffer: 32-bit values [S, K].
+// probabilities. Values after the first n records are undefined. A region of a value buffer: 32-bit values [S, K].
 #pragma once
 
 #include "pmo/base.h"
@@ -20,7 +20,7 @@ extern "C" {
 
 #define PMO_RECORDS_HEADER 64
 
-// A call of a rank in words: all but the last must be equal on all ranks; the last one has a bit for each gradient that the rank
+// A call of a rank in words. All but the last must be equal on all ranks; the last one has a bit for each gradient that the rank
 // computes. If ranks differ, the barrier marks its state. Operators with that mark write 0xFF to each byte of their
 // floating-point outputs, NaN in every dtype.
 #define PMO_CALL_WORDS 8
@@ -39,7 +39,7 @@ typedef struct pmo_rank_plan_params {
   const void* ids;           // [T, K]; values outside the expert ids have no rank
   const float* probs;        // [T, K]
   void* records;             // [P, region_bytes]
-  int64_t region_bytes;      // a multiple of 4 that holds S records
+  int64_t region_bytes;      // a multiple of 4 with room for S records
   int32_t* token_rows;       // [T, min(P, K)] the token's rows, ascending, -1 last
   int32_t* row_to_token;     // [P * S], -1 = no token; may be NULL
   int32_t* dropped;          // [1] slots of dropped tokens
@@ -67,8 +67,8 @@ typedef struct pmo_rank_records_params {
   int64_t region_bytes;
   const int32_t* mark;  // [1] not 0: probabilities become NaN; may be NULL
   int32_t* ids;         // [P * S, K] counted from first_expert; -1 = an expert of another rank, or no token
-  float* probs;         // [P * S, K], 0 where the id is -1
-  int32_t* rows;        // [P * S] the row itself where there is a token, else -1
+  float* probs;         // [P * S, K], 0 if the id is -1
+  int32_t* rows;        // [P * S] the row itself if it has a token, else -1
   int32_t num_threads;
 } pmo_rank_records_params;
 
@@ -121,7 +121,7 @@ typedef struct pmo_rank_rows_params {
   int32_t num_threads;
 } pmo_rank_rows_params;
 
-// Position of each row of the plan in a symmetric buffer of S * K rows per rank: row r * K + k belongs to slot k of the token in
+// Position of each row of the plan in a symmetric buffer of S * K rows per rank. Row r * K + k belongs to slot k of the token in
 // row r; -1 = none.
 PMO_API int pmo_rank_rows_cpu(const pmo_rank_rows_params* params, void* stream);
 PMO_API int pmo_rank_rows_cuda(const pmo_rank_rows_params* params, void* stream);
@@ -149,9 +149,9 @@ typedef struct pmo_rank_send_params {
 } pmo_rank_send_params;
 
 // Stores rows for other ranks. A part of an exchange is written by the sender and the rest fetched by the receiver, so that both
-// directions of the link are busy. Row p * S + i for another rank p goes to that row of `peers`; if i is a fetched row, it goes
-// to that row of `arrived`, from which rank p reads it. Both are the same memory seen from two ranks, in which row i of a region
-// is of one kind.
+// directions of the link are busy. Row p * S + i for another rank p is stored to that row of `peers`. If i is a fetched row, it
+// is stored to that row of `arrived` instead, from which rank p reads it. Both are the same memory seen from two ranks, in which
+// row i of a region is of one kind.
 PMO_API int pmo_rank_send_cpu(const pmo_rank_send_params* params, void* stream);
 PMO_API int pmo_rank_send_cuda(const pmo_rank_send_params* params, void* stream);
 
@@ -167,7 +167,7 @@ typedef struct pmo_rank_receive_params {
   const int32_t* token_rows;  // [T, C] rows of the symmetric buffers, -1 ends a token; entries outside [0, P * S) are skipped
   const void* arrived;        // [P * S, H]
   const void* peers;          // [P * S, H]
-  // [P * S, H] source of rows r * S + i of this rank r; NULL, only with C <= 1: out already holds them
+  // [P * S, H] source of rows r * S + i of this rank r; NULL, only with C <= 1: out already contains them
   const void* own;
   int64_t own_row_stride;  // elements
   const int32_t* mark;     // [1] not 0: out becomes NaN; may be NULL
@@ -177,7 +177,7 @@ typedef struct pmo_rank_receive_params {
 } pmo_rank_receive_params;
 
 // out[t] = sum of token t's rows, which all ranks sent before a barrier, with the arithmetic of pmo_unpermute without weights. A
-// single row is copied; a token without rows gives zeros.
+// single row is copied; a token without rows becomes zeros.
 PMO_API int pmo_rank_receive_cpu(const pmo_rank_receive_params* params, void* stream);
 PMO_API int pmo_rank_receive_cuda(const pmo_rank_receive_params* params, void* stream);
 
@@ -191,7 +191,7 @@ typedef struct pmo_rank_barrier_params {
   int32_t* state;       // [2] number of barriers of this rank, and the mark: not 0 once ranks differed
   const int32_t* call;  // [PMO_CALL_WORDS] the call of this rank, on the host
   int32_t* calls;       // [P, PMO_CALL_WORDS] the calls of all ranks
-  // [1 + P * PMO_CALL_WORDS] in memory that the host reads: the reason and the calls, where ranks differ and the first word is 0
+  // [1 + P * PMO_CALL_WORDS] in memory that the host reads: the reason and the calls, if ranks differ and the first word is 0
   int32_t* report;
   const int32_t* forward_calls;  // [P, PMO_CALL_WORDS], `calls` of the forward pass of which this is the backward pass; or NULL
   int32_t gradient;              // the bit in their last words that says whether a rank runs this backward pass

@@ -17,13 +17,13 @@ typedef enum pmo_routing_kind {
 } pmo_routing_kind;
 
 typedef enum pmo_duplicates {
-  PMO_DUPLICATES_FIRST = 0,  // an expert named twice by a token gets one row, owned by the first slot
-  PMO_DUPLICATES_EACH = 1,   // every slot gets a row
+  PMO_DUPLICATES_FIRST = 0,  // an expert named twice by a token has one row, owned by the first slot
+  PMO_DUPLICATES_EACH = 1,   // every slot has a row
 } pmo_duplicates;
 
-// T tokens, K slots per token, E experts, A rows of alignment, N rows of the permuted buffer. All outputs of pmo_route_* may be
-// NULL when they are not wanted. A row is owned by one slot; rows of an expert follow ascending flat slot t * K + k; the segment
-// of expert e + 1 begins at the next multiple of A after that of e.
+// T tokens, K slots per token, E experts, A rows of alignment, N rows of the permuted buffer. Any output of pmo_route_* may be
+// NULL: it is not computed. A row is owned by one slot. Rows of an expert follow ascending flat slot t * K + k. The segment of
+// expert e + 1 begins at the next multiple of A after that of e.
 typedef struct pmo_route_params {
   int64_t struct_size;
   int64_t num_tokens;
@@ -64,18 +64,18 @@ typedef struct pmo_route_findings {
   int64_t nan_place;         // flat index into probs
 } pmo_route_findings;
 
-// 0 if the sizes are unusable; pmo_last_error() says which.
+// 0 if the sizes are unusable; pmo_last_error() names the size.
 PMO_API int64_t pmo_route_cpu_workspace_bytes(const pmo_route_params* params);
 PMO_API int64_t pmo_route_cuda_workspace_bytes(const pmo_route_params* params);
 
 // Counts the routed slots per expert; must precede pmo_route_* with the same params and workspace. On the CPU it also runs the
-// checks. On CUDA nothing is read back: where checks are wanted the caller copies the pmo_route_findings at the beginning of the
-// workspace, and routed_per_expert, to the host and calls pmo_route_report.
+// checks. On CUDA it reads nothing back: for checks the caller copies the pmo_route_findings at the beginning of the workspace,
+// and routed_per_expert, to the host and calls pmo_route_report.
 PMO_API int pmo_route_count_cpu(const pmo_route_params* params, void* stream);
 PMO_API int pmo_route_count_cuda(const pmo_route_params* params, void* stream);
 
-// Turns findings and counts (both in host memory) into a status and its text, as far as params->checks asks. Overflow is part of
-// it once params->num_rows is set.
+// Converts findings and counts (both in host memory) to a status and its text, for the checks of params->checks. Overflow is
+// included once params->num_rows is set.
 PMO_API int pmo_route_report(const pmo_route_params* params, const pmo_route_findings* findings,
                              const int32_t* routed_per_expert);
 
@@ -83,7 +83,7 @@ PMO_API int pmo_route_report(const pmo_route_params* params, const pmo_route_fin
 PMO_API int pmo_route_cpu(const pmo_route_params* params, void* stream);
 PMO_API int pmo_route_cuda(const pmo_route_params* params, void* stream);
 
-// Rows of a buffer that holds these counts with every segment padded to a multiple of padding_alignment.
+// Rows of a buffer for these counts, with every segment padded to a multiple of padding_alignment.
 PMO_API int64_t pmo_padded_rows(const int32_t* counts, int64_t num_experts, int64_t padding_alignment);
 
 typedef struct pmo_clean_rowmap_params {
@@ -92,8 +92,8 @@ typedef struct pmo_clean_rowmap_params {
   int64_t topk;
   int64_t num_experts;
   int64_t num_rows;
-  const int32_t* rowmap;  // [T, E] as a user gave it
-  const void* ids;  // [T, K] expert ids; NULL: slot e of a token is its expert e (topk = num_experts), or no slots are wanted
+  const int32_t* rowmap;  // [T, E] from a user
+  const void* ids;  // [T, K] expert ids; NULL: slot e of a token is its expert e (topk = num_experts), or slots are not computed
   const float* row_values;  // [N], only for slot_values
   int32_t ids_kind;         // PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64
   int32_t duplicates;       // FIRST: a repeated id's later slots have no row; EACH: they share the row
@@ -103,7 +103,7 @@ typedef struct pmo_clean_rowmap_params {
   int32_t* row_to_token;   // [N], -1 = no token uses the row
   int32_t* slot_to_row;    // [T, K], -1 = none, or NULL
   float* slot_values;      // [T, K] values of the slots' rows, 0 = none; or NULL, and without ids NULL
-  int32_t* row_to_slot;    // [N] t * E + e, -1 = none, where slots are experts; or NULL
+  int32_t* row_to_slot;    // [N] t * E + e, -1 = none, if slots are experts; or NULL
   int32_t* row_to_expert;  // [N], -1 = none, or NULL
   void* workspace;         // CUDA only
   int64_t workspace_bytes;
@@ -120,8 +120,8 @@ typedef struct pmo_rowmap_findings {
 } pmo_rowmap_findings;
 
 // Trusted maps of a [T, E] rowmap: entries outside [-1, N), and any but the first (lowest t * E + e) that name a row, count
-// as -1. On CUDA nothing is read back: where checks are wanted the caller copies the pmo_rowmap_findings at the beginning of the
-// workspace to the host and calls pmo_clean_rowmap_report.
+// as -1. On CUDA it reads nothing back: for checks the caller copies the pmo_rowmap_findings at the beginning of the workspace
+// to the host and calls pmo_clean_rowmap_report.
 PMO_API int pmo_clean_rowmap_cpu(const pmo_clean_rowmap_params* params, void* stream);
 PMO_API int pmo_clean_rowmap_cuda(const pmo_clean_rowmap_params* params, void* stream);
 PMO_API int64_t pmo_clean_rowmap_cuda_workspace_bytes(const pmo_clean_rowmap_params* params);
@@ -141,7 +141,7 @@ typedef struct pmo_slots_params {
   int32_t num_threads;
 } pmo_slots_params;
 
-// slot_values[slot] = row_values[slot_to_row[slot]], 0 where there is no row.
+// slot_values[slot] = row_values[slot_to_row[slot]], 0 if there is no row.
 PMO_API int pmo_gather_slots_cpu(const pmo_slots_params* params, void* stream);
 PMO_API int pmo_gather_slots_cuda(const pmo_slots_params* params, void* stream);
 

@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// TransformerEngine's row_id_map: a token's rows and experts in one line, made from a plan and read back into a rowmap.
+// TransformerEngine's row_id_map, which lists a token's rows and experts in one line: from a plan, and back to a rowmap.
 #pragma once
 
 #include "pmo/base.h"
@@ -10,9 +10,13 @@
 extern "C" {
 #endif
 
-// Line t of row_id_map [T, 2E + 1]: column 2E is n, the number of the token's rows; columns [0, n) hold these rows, descending,
-// hence by descending expert; columns [E, E + n) hold their experts. With pad_offsets the map counts rows as if no segment were
-// padded: it holds r - pad_offsets[e] for row r of expert e.
+// Line t of row_id_map [T, 2E + 1], for a token with n rows:
+//
+//   columns [0, n)      the rows, descending, hence by descending expert
+//   columns [E, E + n)  the rows' experts
+//   column 2E           n
+//
+// With pad_offsets the map counts rows as if no segment were padded: it contains r - pad_offsets[e] for row r of expert e.
 typedef struct pmo_row_id_map_params {
   int64_t struct_size;
   int64_t num_tokens;
@@ -27,8 +31,8 @@ typedef struct pmo_row_id_map_params {
   int32_t num_threads;
 } pmo_row_id_map_params;
 
-// row_id_map from the maps of a plan; a token's first E rows at most (more than that it can only have with PMO_DUPLICATES_EACH).
-// The rest of a line is -1.
+// row_id_map from the maps of a plan; at most the first E rows of a token, which has more only with PMO_DUPLICATES_EACH. The
+// rest of a line is -1.
 PMO_API int pmo_make_row_id_map_cpu(const pmo_row_id_map_params* params, void* stream);
 PMO_API int pmo_make_row_id_map_cuda(const pmo_row_id_map_params* params, void* stream);
 

@@ -11,14 +11,14 @@
 extern "C" {
 #endif
 
-// Chunk c holds split_sizes[c] rows after those of the chunks before it. The output is the chunks order[0], order[1], ...; rows
-// after the last chunk stay where they are. source_to_dest[r] is the new place of row r, always a permutation of [0, R):
+// Chunk c has split_sizes[c] rows after those of the chunks before it. The output is the chunks order[0], order[1], ...; rows
+// after the last chunk do not move. source_to_dest[r] is the new place of row r, always a permutation of [0, R):
 //
 //   out[source_to_dest[r]] = x[r], probs alike;  with `inverse`: out[r] = x[source_to_dest[r]]
 //
-// Bad values, where PMO_CHECK_RANGE (sizes, order) or PMO_CHECK_DUPLICATES (order) do not refuse them: a negative size counts as
-// 0, chunks end at row R, entries of `order` that name no chunk or one that was named before are passed over, and the chunks that
-// `order` does not name follow the others, ascending.
+// Bad values, unless PMO_CHECK_RANGE (sizes, order) or PMO_CHECK_DUPLICATES (order) reject them: a negative size counts as 0, and
+// chunks end at row R. Entries of `order` that name no chunk, or one that was named before, are skipped. Chunks that `order` does
+// not name follow the others, ascending.
 //
 // Moves 2 * R * H * itemsize bytes: every row is read once and written once. Chunks stay contiguous, so the copy needs no map.
 typedef struct pmo_sort_chunks_params {
@@ -48,8 +48,8 @@ PMO_API int pmo_sort_chunks_cpu(const pmo_sort_chunks_params* params, void* stre
 PMO_API int pmo_sort_chunks_cuda(const pmo_sort_chunks_params* params, void* stream);
 PMO_API int64_t pmo_sort_chunks_cuda_workspace_bytes(const pmo_sort_chunks_params* params);  // 0 for few chunks
 
-// The checks of the CPU operator, for a caller that has the two arrays in host memory; params->split_sizes and params->order must
-// point there.
+// The checks of the CPU operator, for a caller with both arrays in host memory: params->split_sizes and params->order point to
+// them.
 PMO_API int pmo_sort_chunks_report(const pmo_sort_chunks_params* params);
 
 #ifdef __cplusplus

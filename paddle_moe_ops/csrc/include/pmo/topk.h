@@ -11,11 +11,12 @@ extern "C" {
 #endif
 
 // Scores are the sigmoid of each logit or the softmax over a token's logits, in float32, rounded to the type of the logits.
-// Experts are chosen by the scores (pre_act) or by the logits, in float32 and with the bias added: the highest first, of equal
-// values the lower expert, NaN above all numbers. Weights are the scores of the chosen experts, without pre_act those of a router
-// that has no others; they are divided by their sum where asked for, multiplied by the factor and rounded once more.
+// Experts are chosen by the scores (pre_act) or by the logits, in float32 and with the bias added. The highest is first; of equal
+// values the lower expert; NaN is above all numbers. Weights are the scores of the chosen experts, without pre_act those of a
+// router that has no others. With `renormalize` they are divided by their sum. Then they are multiplied by the factor and rounded
+// once more.
 //
-// With topk_groups < num_groups only experts of a token's best groups are chosen: those with the highest sums of their
+// With topk_groups < num_groups only experts of a token's best groups are chosen. The best groups have the highest sums of their
 // scores_per_group best values, added from the highest down; of equal sums the lower group.
 //
 // The same bits on every backend and run: exponentials are computed by the core itself, and sums have one order, that of 32
@@ -50,7 +51,7 @@ PMO_API int pmo_topk_cpu(const pmo_topk_params* params, void* stream);
 PMO_API int pmo_topk_cuda(const pmo_topk_params* params, void* stream);
 PMO_API int64_t pmo_topk_cuda_workspace_bytes(const pmo_topk_params* params);  // 0 for up to 1024 experts
 
-// d_gating, from the gradients of the weights and, if given, of the scores, in float32 and rounded once. The choice has no
+// d_gating, from the gradients of the weights and of the scores, in float32 and rounded once. The choice has no
 // gradient, nor has a rounding. Ids are those of the forward; ids outside [0, E) neither receive nor contribute gradients.
 //
 // Moves 2 * T * E elements, 3 * T * E with d_scores, and T * K ids and elements.

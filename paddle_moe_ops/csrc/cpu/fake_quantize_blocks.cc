@@ -1,8 +1,8 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// near_blocks on the CPU. Each row of a block is quantised with the block's amax as its least amax, and dequantised at once.
-// Threads own rows of blocks. Bytes moved: E * A * B * (2 itemsize + 4).
+// Fake quantisation by 128 x 128 blocks on the CPU. Each row of a block is quantised with the block's amax as `amax_min`, then
+// dequantised. Threads own rows of blocks. Bytes moved: E * A * B * (2 itemsize + 4).
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
@@ -26,11 +26,11 @@ constexpr int64_t kSide = kGroupColumns;
 
 // The part of a matrix that shares a scale.
 struct Block {
-  int64_t place, rows, columns;  // place: of its first element
+  int64_t place, rows, columns;  // place: index of its first element
 };
 
 template <typename Rows>
-void near_block(const pmo_near_blocks_params& p, const Block& block) {
+void fake_quantize_block(const pmo_near_blocks_params& p, const Block& block) {
   const auto* x = static_cast<const typename Rows::Element*>(p.x) + block.place;
   float amax = p.amax_min;
   for (int64_t row = 0; row < block.rows; ++row) {
@@ -50,7 +50,7 @@ void near_block(const pmo_near_blocks_params& p, const Block& block) {
   }
 }
 
-int near_blocks(const pmo_near_blocks_params& p) {
+int fake_quantize_blocks(const pmo_near_blocks_params& p) {
   if (const int status = check_near_blocks(p)) return status;
   const int64_t heights = divide_up(p.num_rows, kSide), size = p.num_rows * p.num_columns;
   const int64_t bytes = p.num_matrices * size * (2 * dtype_size(p.dtype) + int64_t{sizeof(float)});
@@ -60,7 +60,7 @@ int near_blocks(const pmo_near_blocks_params& p) {
         const int64_t row = i % heights * kSide, height = std::min(p.num_rows - row, kSide);
         for (int64_t column = 0; column < p.num_columns; column += kSide) {
           const int64_t place = i / heights * size + row * p.num_columns + column;
-          near_block<decltype(rows)>(p, {place, height, std::min(p.num_columns - column, kSide)});
+          fake_quantize_block<decltype(rows)>(p, {place, height, std::min(p.num_columns - column, kSide)});
         }
       }
     });
@@ -73,5 +73,5 @@ int near_blocks(const pmo_near_blocks_params& p) {
 }  // namespace pmo
 
 extern "C" int pmo_near_blocks_cpu(const pmo_near_blocks_params* params, void* stream) {
-  return pmo::run_cpu(params, stream, pmo::cpu::near_blocks);
+  return pmo::run_cpu(params, stream, pmo::cpu::fake_quantize_blocks);
 }
