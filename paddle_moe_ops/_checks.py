@@ -218,7 +218,7 @@ def number(function: str, argument: str, value: Any) -> float:
 def token_count(function: str, argument: str, value: Any, like: Tensor) -> int:
     """Check a number of tokens, which may also be a 0-D integer tensor; -1 if a graph does not know it yet.
 
-    Where ``like`` is a graph's, -1 is what its unknown dimensions say.
+    If ``like`` is a graph value, -1 stands for an unknown number, as in its shape.
     """
     if is_graph_value(value) or (is_graph_value(like) and isinstance(value, int) and value == -1):
         return -1

@@ -45,7 +45,7 @@ def backend() -> str | None:
 
 
 def validate_default() -> bool | None:
-    """What ``validate=None`` means: True or False by PADDLE_MOE_OPS_VALIDATE, None where it is not set.
+    """The meaning of ``validate=None``: True or False by PADDLE_MOE_OPS_VALIDATE, None if it is not set.
 
     Raises:
         ValueError: the variable is neither 0 nor 1.

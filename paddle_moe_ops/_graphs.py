@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""How public functions are called: in dygraph and in static graphs, with arguments that carry a graph of gradients."""
+"""Calls of public functions in dygraph and in static graphs, with arguments that carry an autograd graph."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def public(
 
     Args:
         differentiable: names of the arguments that have a gradient.
-        quick: called first, with the same arguments; what it returns, unless that is None, is the result.
+        quick: called first, with the same arguments; its result is returned unless it is None.
         aliases: further names of arguments that callers may use as keywords, each with the name in the signature.
 
     Returns:
-        a decorator. What it returns has the attribute ``differentiable_arguments``, a tuple of the names.
+        a decorator. The decorated function has the attribute ``differentiable_arguments``, a tuple of the names.
     """
 
     def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -105,8 +105,8 @@ def without_gradients(function: Callable[_Arguments, _Result]) -> Callable[_Argu
 def untraced(function: Callable[..., _Result], *arguments: Any, **keywords: Any) -> _Result:
     """Call a function where tracing by bytecode does not follow.
 
-    Tracing that breaks off would go on with what the function calls, where it empties generators, makes paths that lack
-    their fields and ends the process at calls of C functions by ctypes.
+    After a graph break, tracing would continue inside the functions that this one calls. It exhausts generators there,
+    builds paths that lack their fields, and ends the process at calls of C functions by ctypes.
     """
     tracer = set_eval_frame(None)
     try:
@@ -128,7 +128,7 @@ def _own_names(
 
 
 def _carries_graph(value: Any) -> bool:
-    """Whether a tensor, or one in a tuple, a list or a dictionary, is part of a graph of gradients."""
+    """True if a tensor, or one in a tuple, a list or a dictionary, is part of an autograd graph."""
     if isinstance(value, Tensor):
         return not value.stop_gradient
     if isinstance(value, dict):
@@ -157,12 +157,12 @@ def constant(value: Any) -> Any:
 
 
 def is_graph_value(value: object) -> bool:
-    """Whether the value stands for a tensor of a static graph."""
+    """True if the value stands for a tensor of a static graph."""
     return isinstance(value, paddle.pir.Value)
 
 
 def is_on_gpu(value: Tensor) -> bool:
-    """Whether a tensor lies on a GPU; a value of a static graph will where Paddle's current device is one."""
+    """True if a tensor lies on a GPU; for a value of a static graph, if Paddle's current device is a GPU."""
     if is_graph_value(value):
         return paddle.device.get_device().startswith("gpu")
     return value.place.is_gpu_place()
@@ -202,7 +202,7 @@ def numbers_of(like: Tensor) -> Tensor:
 
 
 def without_autocast() -> AbstractContextManager:
-    """Where operators take the dtypes that they are given. To turn off what is not on would take 50 us."""
+    """A context without mixed precision. It is empty if autocast is off: entering auto_cast would cost 50 us."""
     return paddle.amp.auto_cast(enable=False) if paddle.amp.is_autocast_enabled() else nullcontext()
 
 
@@ -233,8 +233,8 @@ def dense(tensor: Tensor) -> Tensor:
 def ready_for_matmul(rows: Tensor, weight: Tensor) -> Tensor:
     """The rows, such that their matmul with a weight has a backward pass even if there are none.
 
-    Where the weight alone wants a gradient and there are no rows, Paddle's backward pass of matmul fails. So rows that
-    may be none want one too, which no one gets.
+    If only the weight requires a gradient and there are no rows, Paddle's backward pass of matmul fails. Rows that may
+    be empty therefore require a gradient too, which is discarded.
     """
     if rows.stop_gradient and not weight.stop_gradient and min(rows.shape) <= 0:
         rows = rows.detach()

@@ -18,7 +18,7 @@ __all__ = ["Matrices", "each_of", "in_dtype", "listed", "matrices", "named", "st
 
 
 def listed(given: Any) -> Any:
-    """A list of what is in a `paddle.nn.ParameterList`; all else as it is."""
+    """The parameters of a `paddle.nn.ParameterList` as a list; any other value unchanged."""
     return list(given) if isinstance(given, nn.ParameterList) else given
 
 
@@ -30,10 +30,11 @@ def matrices(
     Args:
         function: name that begins the message.
         argument: name of the argument.
-        given: what was given.
+        given: the caller's value.
         dtypes: allowed Paddle dtypes; of a list, all matrices have that of the first.
-        shape: of all of them, [E, ...]; those of a list have it without E, and what is a name there is as in the first.
-        why: what the message says after the shape.
+        shape: of the stacked matrices, [E, ...]; matrices of a list have it without E. A dimension that is a name must
+            be equal in all of them.
+        why: text of the message after the shape.
 
     Returns:
         the tensor, or the list.
@@ -63,7 +64,7 @@ def named(argument: str, given: Matrices) -> dict[str, Tensor]:
 
 
 def each_of(change: Callable[[Tensor], Tensor], given: Matrices) -> Matrices:
-    """What a function makes of the tensor, or of each in the list."""
+    """The tensor, or each tensor of the list, changed by the function."""
     return [change(each) for each in given] if isinstance(given, Sequence) else change(given)
 
 

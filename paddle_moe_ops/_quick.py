@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain calls of the verbs, which the compiled library checks and runs itself; `public` tries them first.
 
-A function here takes what the public one takes. It gives the result, or None if the call is another one: if an argument
-is out of the ordinary, if a backend was asked for, or if the library declines (see `QUICK` in `backends.compiled`).
+Each function has the arguments of the public one. It returns the result, or None if the call is not plain: an argument
+is unusual, a backend is requested, or the library declines (see `QUICK` in `backends.compiled`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ._graphs import constant, untraced
 from .backends import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, chosen, compiled_backend
 from .routing import Plan
 
-AMAX_MIN = 1e-4  # compared by identity: what a caller gives may be of any type
+AMAX_MIN = 1e-4  # compared by identity: a caller's value may be of any type
 
 
 def quick_permute(

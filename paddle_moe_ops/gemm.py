@@ -59,10 +59,10 @@ def grouped_gemm(
     says which runs). The bias is added in float32 and multiplied by the weight before the row is rounded. Its gradient
     is the float32 sum of the rows of the gradient, each times its weight.
 
-    On an NVIDIA GPU, bfloat16 and float16 run on Triton where it is installed, in one launch and a small one. Where the
-    GPU copies by descriptors, another launch moves the rows of ``permute_x``; they are not kept for the backward pass.
-    Sizes and offsets that are tensors are not read: as in a graph, groups that do not fit are cut, unless
-    PADDLE_MOE_OPS_VALIDATE asks for checks. The gradient of ``W`` uses rows that were weighted and then rounded.
+    On an NVIDIA GPU, bfloat16 and float16 run on Triton where it is installed, in one launch and a small one. On GPUs
+    with TMA, another launch permutes the rows of ``permute_x``; they are not kept for the backward pass. Sizes and
+    offsets that are tensors are not read: as in a graph, groups that do not fit are cut, unless PADDLE_MOE_OPS_VALIDATE
+    asks for checks. The gradient of ``W`` uses rows that were weighted and then rounded.
 
     Matrices in a list need no copy there if they lie side by side in memory, see
     `paddle_moe_ops.nn.lay_side_by_side`. Others are copied to one tensor in each call. Their gradients are parts of one

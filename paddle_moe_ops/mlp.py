@@ -144,7 +144,7 @@ def moe_mlp(
     if call.why_composed is None or compute is not None:
         run = backend.moe_mlp
         if call.why_composed is not None:
-            from ._float8_mlp import composed_float8 as run  # needs ml_dtypes, which a report of what is missing lacks
+            from ._float8_mlp import composed_float8 as run  # imported late: needs ml_dtypes, which may be missing
         out = run(tokens, gate_up, down, weights, spec)
     else:
         if spec.accumulates:
@@ -302,7 +302,7 @@ def _accumulated_biases(*biases: Matrices | None) -> list[Matrices | None]:
 
 
 def check_destinations(function: str, **given: Matrices) -> None:
-    """Check that gradients can be added to what the matrices, and the biases, have."""
+    """Check that the matrices and biases have gradients to which a backward pass can add."""
     for argument, value in given.items():
         for name, each in named(argument, value).items():
             problem = why_not(each)
@@ -311,7 +311,7 @@ def check_destinations(function: str, **given: Matrices) -> None:
 
 
 def check_compute(function: str, compute: str | None, activation: str, has_biases: bool) -> None:
-    """Check what `moe_mlp` multiplies."""
+    """Check the argument ``compute`` of `moe_mlp`."""
     _checks.choice(function, "compute", compute, COMPUTE)
     if compute is None:
         return
@@ -324,7 +324,7 @@ def check_compute(function: str, compute: str | None, activation: str, has_biase
 def _checked_float8_matrices(
     given: Float8Matrices, x: Tensor, gate_up: Matrices, down: Matrices, transpose: bool, compute: str | None
 ) -> Float8Matrices | None:
-    """What a call takes its matrices from, or None if it quantises them itself, as every pass of a graph does."""
+    """The store of a call's quantised matrices; None if the call itself quantises, as every pass of a graph does."""
     _checks.instance(_NAME, "float8_matrices", given, Float8Matrices, "a Float8Matrices or None")
     if compute is None:
         _checks.bad_value(_NAME, "float8_matrices", "None without compute", given)

@@ -186,12 +186,12 @@ def _scales_shape(codes: Tensor, ue8m0: bool, scale_layout: str) -> list[int]:
 
 
 def _check_rows_out(out: Any) -> Tensor:
-    """What expert_fn returned."""
+    """The checked result of expert_fn."""
     return _checks.tensor("quantized_experts", "expert_fn's result", out, _checks.SUM_DTYPES, getattr(out, "shape", []))
 
 
 def _check_gradients(result: Any, shape: list[int], dtype: Any, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    """What expert_vjp returned, as one gradient for the rows and one for each of the tensors."""
+    """The checked result of expert_vjp: one gradient for the rows and one for each of the tensors."""
     name = "quantized_experts"
     gradients = tuple(result) if isinstance(result, (tuple, list)) else (result,)
     if len(gradients) != 1 + len(tensors):

@@ -40,7 +40,7 @@ class _PlanFields(NamedTuple):
 
 
 class Plan(_PlanFields):
-    """Where every slot's row is, and whose row every row is. Made by `route`, followed by `permute` and `unpermute`.
+    """The row of every slot and the token of every row. Returned by `route`, used by `permute` and `unpermute`.
 
     T tokens, K slots per token, E experts, N rows of the permuted buffer. A slot is one (token, k) pair with flat
     number t * K + k. All tensors but ``row_probs`` are int32 on the routing's device and have no gradient; -1 means
@@ -117,12 +117,12 @@ def as_plan(function: str, value: Any) -> Plan:
 
 
 def tokens_of(plan: Plan) -> tuple[int, str]:
-    """How many rows a matrix of the plan's tokens must have, and why, for `_checks.rows`."""
+    """The number of rows of a matrix of the plan's tokens, and the reason, for `_checks.rows`."""
     return plan.num_tokens, ", the tokens of plan"
 
 
 def rows_of(plan: Plan) -> tuple[int, str]:
-    """How many rows a matrix of the plan's rows must have, and why, for `_checks.rows`."""
+    """The number of rows of a matrix of the plan's rows, and the reason, for `_checks.rows`."""
     return plan.num_rows, ", the rows of plan"
 
 
@@ -270,7 +270,7 @@ def plan_of(
 
 
 def _holds_zeros_and_ones(ids: Tensor) -> bool:
-    """Whether ids look like a mask of integers."""
+    """True if ids look like a mask of integers."""
     return isinstance(ids, Tensor) and bool(((ids == 0) | (ids == 1)).all())
 
 
@@ -345,8 +345,8 @@ def calculate_topk(
     with the highest values are chosen; where values are equal, the lower id; NaN ranks above all numbers. Weights are
     the scores of the chosen experts, divided by their sum and scaled if asked for.
 
-    What routers add to this: ERNIE 4.5 a correction bias; DeepSeek-V2 groups (``scores_per_group=1``); DeepSeek-V3
-    (arXiv:2412.19437, section 2.1.2) sigmoid, bias, groups (of the two best scores) and a scaling factor.
+    Models extend this: ERNIE 4.5 adds a correction bias; DeepSeek-V2 adds groups (``scores_per_group=1``); DeepSeek-V3
+    (arXiv:2412.19437, section 2.1.2) adds sigmoid, bias, groups (of the two best scores) and a scaling factor.
 
     Weights and scores are differentiable in ``gating``; the choice and ``correction_bias`` get no gradient.
     Deterministic: the compiled operator gives the same bits on every device and run. On other backends scores differ in

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m paddle_moe_ops bench``: the public functions beside what a program would call without them."""
+"""``python -m paddle_moe_ops bench``: the public functions next to the calls that a program would make without them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is timed: our functions, Paddle's own, and the fastest plain operators that were found for the same jobs.
+"""The timed calls: our functions, Paddle's own, and the fastest plain operators that were found for the same jobs.
 
 T tokens, K slots of each, E experts, N = T * K rows, H columns. Every slot has an expert; there is no padding.
 """
@@ -55,7 +55,7 @@ class Operation(NamedTuple):
     inputs: list[Tensor]
 
     def problem(self, call: Call) -> str:
-        """What is wrong with a call's results; empty if nothing is."""
+        """The difference between a call's results and the expected ones; empty if there is none."""
         outputs = call.run(call.prepare())
         wide = [each.detach().astype("float32") for each in self.inputs]
         right, terms = self.right(*wide), self.right(*(each.abs() for each in wide))

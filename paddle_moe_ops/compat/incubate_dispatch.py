@@ -44,7 +44,7 @@ def moe_gate_dispatch(
     Args:
         x: [T, H] bfloat16, float16 or float32.
         gate_logits: float32 [T, E], usually probabilities.
-        corr_bias: float32 [E], added to what experts are chosen by and to nothing else, or None.
+        corr_bias: float32 [E], added to the scores for the choice of experts only, or None.
         k: K.
         capacity: rows that an expert gets at most.
         use_pad: whether expert e's rows begin at e * capacity, by slot, then token. Otherwise experts follow each other
@@ -341,8 +341,8 @@ def _rows_and_maps(
 ) -> tuple[Tensor, RowMaps, Tensor | None]:
     """Check the arguments of a combine; rows and their maps for the slots whose weight is more than epsilon.
 
-    Maps have one slot for each row. Where slots share a row, and in a graph, which cannot tell, the rows are copies in
-    float32, one for each slot, ascending for each token.
+    Maps have one slot for each row. If slots share a row, the rows are copies in float32, one for each slot, ascending
+    for each token. So are they in a graph, where sharing is unknown.
 
     Returns:
         the rows, their maps, and the row of ``x`` that each is a copy of, or None if they are those of ``x``.

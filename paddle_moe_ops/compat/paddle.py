@@ -154,8 +154,8 @@ def patch_paddle(families: _Families = ("permute",)) -> None:
     moe_gate_dispatch_permute, moe_gate_dispatch_partial_nosoftmaxtopk, moe_combine, moe_combine_no_weight,
     cal_aux_loss, int_bincount, expand_modality_expert_id, build_src_rank_and_local_expert_id, and
     ``paddle._C_ops.moe_combine_grad`` and ``cal_aux_loss_grad``. "gemm": ``batched_gemm``. Both are new on a CPU.
-    Where Paddle is built for CPUs only, "incubate" also brings ``paddle.base.core.AsyncLoad``, which such a build
-    lacks and ERNIE's models ask for: its copies are made at once.
+    In a CPU-only build of Paddle, "incubate" also adds ``paddle.base.core.AsyncLoad``, which that build lacks and
+    ERNIE's models use: its copies are synchronous.
 
     Families that are patched already stay so.
 

@@ -29,7 +29,7 @@ __all__ = [
     "token_dispatch",
 ]
 
-# What `local_permute_after_a2a` keeps for the way back: sizes and order of the chunks, as `sort_chunks` takes them.
+# State that `local_permute_after_a2a` keeps for the inverse: sizes and order of the chunks, for `sort_chunks`.
 _STATE = ("sorted_split_sizes", "inverse_chunk_indices")
 
 
@@ -326,7 +326,7 @@ def _two_dimensional(function: str, argument: str, value: Any, dtypes: Any, colu
 def _by_token(function: str, argument: str, value: Any, inp: Tensor, columns: int | str) -> Tensor:
     """Check the shape of a matrix that belongs to the tokens of ``inp``, and make it a matrix [T, columns].
 
-    Where both have batches of sequences, these must agree in both sizes and not only in the number of tokens.
+    If both have batches of sequences, both sizes must agree, not only their product, the number of tokens.
     """
     *leading, _ = ("batch" if size < 0 else size for size in inp.shape)
     tokens = math.prod(leading) if "batch" not in leading else "num_tokens"
@@ -359,7 +359,7 @@ def _checked_counts(function: str, counts: Any, shard_id: Any, num_shards: Any) 
 
 
 def _is_on_host(value: Any) -> bool:
-    """Whether a tensor's numbers are there without waiting for a device."""
+    """True if the host can read a tensor's values without waiting for a device."""
     return isinstance(value, Tensor) and value.place.is_cpu_place()
 
 

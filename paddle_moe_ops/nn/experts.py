@@ -111,7 +111,7 @@ class SwiGLUExperts(nn.Layer):
         check_compute("SwiGLUExperts", compute, activation, bias)
         self.compute = compute
         self.float8_matrices = None if compute is None else Float8Matrices()
-        self._name_in_errors = "SwiGLUExperts"  # of what the user called
+        self._name_in_errors = "SwiGLUExperts"  # the layer that the user called
         self.memory_options: dict[str, Any] = {
             "keep": keep,
             "workspace_mb": Size(workspace_mb),
@@ -283,7 +283,7 @@ class SwiGLUExperts(nn.Layer):
 
 
 class _Parameters(NamedTuple):
-    """Of the experts."""
+    """The experts' parameters."""
 
     gate_up: Tensor
     down: Tensor
@@ -292,7 +292,7 @@ class _Parameters(NamedTuple):
 
 
 def _accumulates(name: str, rows: Tensor, training: bool, *, accumulate: bool) -> bool:
-    """Whether the gradients of this call are added to what there is. In a graph nothing can do that."""
+    """True if this call's gradients are added to existing ones, which a graph cannot do."""
     if accumulate and training and is_graph_value(rows):
         _checks.bad_value(name, "accumulate", f"False, or the layer in eval() mode, {IN_GRAPH}", True)
     return accumulate and not is_graph_value(rows)
@@ -385,10 +385,10 @@ def _combined(
 def _matrices_of_call(
     name: str, kept: Float8Matrices | None, x: Tensor, gate_up: Tensor, down: Tensor, is_first_microbatch: bool | None
 ) -> Float8Matrices | None:
-    """Where a call keeps, or finds, its matrices in float8; None where it keeps nothing."""
+    """The store of a call's float8 matrices, filled or to be filled; None if the call keeps none."""
     if kept is None or (is_first_microbatch is None and not is_default(kept)):
         return None
-    if is_graph_value(x):  # what `set_is_first_microbatch` asked for is for the calls in dygraph
+    if is_graph_value(x):  # `set_is_first_microbatch` affects only calls in dygraph
         if is_first_microbatch is not None:
             _checks.bad_value(name, "is_first_microbatch", f"None {IN_GRAPH}", is_first_microbatch)
         return None

@@ -30,7 +30,7 @@ from .router import TopKRouter, capacity_of
 class MoELayer(nn.Layer):
     """Mixture-of-experts block: router, permute, experts, weighted unpermute, plus shared experts.
 
-    Deterministic. Where kernels multiply (see `moe_mlp`) a forward pass has no host synchronisation; with a group it
+    Deterministic. If kernels run the GEMMs (see `moe_mlp`), a forward pass has no host synchronisation; with a group it
     synchronises as `expert_parallel.ExpertParallel` does.
 
     Args:
@@ -66,9 +66,10 @@ class MoELayer(nn.Layer):
         transport: with a group, what moves tokens: see `expert_parallel.ExpertParallel`.
         timeout: with a group, seconds that a rank waits for the others: see `expert_parallel.ExpertParallel`.
 
-    The last forward pass sets these attributes; a copy of the layer starts without them. Those of a pass under
-    paddle.jit.to_static can be read inside the traced function, and with ``full_graph=True`` only there. Read the
-    losses under ``recompute(..., use_reentrant=True)`` inside the recomputed function: outside they have no gradient.
+    The last forward pass sets these attributes; a copy of the layer starts without them. After a pass under
+    paddle.jit.to_static they can be read inside the traced function, and with ``full_graph=True`` only inside it. Read
+    the losses under ``recompute(..., use_reentrant=True)`` inside the recomputed function: outside they have no
+    gradient.
 
     Attributes:
         tokens_per_expert: load for ``router.update_correction_bias``, dropped slots included: E ints, or on a GPU and
@@ -212,7 +213,7 @@ class MoELayer(nn.Layer):
         return loss_of_load(normalised(scores, logits, self.router.scoring == "sigmoid"), load, mask)
 
     def _warn_of_lost_graph(self, name: str, last: tuple[Any, ...]) -> None:
-        """Where a loss is read to train the router, but the pass it belongs to has recorded no graph."""
+        """Warn if a loss is read to train the router, but its forward pass has recorded no graph."""
         logits = last[3]
         if is_graph_value(logits) or not logits.stop_gradient or not (self.training and paddle.is_grad_enabled()):
             return
@@ -299,16 +300,16 @@ class MoELayer(nn.Layer):
         return f"rank={group.rank} of {group.nranks}, combine={self.parallel.combines}, layer={self.parallel._layer}"
 
     def _may_drop(self) -> bool:
-        """Whether something limits the number of slots."""
+        """True if a capacity limits the number of slots."""
         has_room_for_all = self.parallel is None or self.parallel.tokens_per_rank is None
         return self.router.capacity_factor is not None or not has_room_for_all
 
     def _last_pass(self) -> tuple[Any, ...] | None:
-        """What the last forward pass left, unless it belongs to a program that is finished."""
+        """The values of the last forward pass, unless it belongs to a finished program."""
         return self._last.values_in_graph() if isinstance(self._last, _Traced) else self._last
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _LEFT_BY_FORWARD:  # what a traced pass assigns to these is what they say anyway
+        if name not in _LEFT_BY_FORWARD:  # a traced pass assigns to these the values that they return anyway
             super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -319,7 +320,7 @@ _LEFT_BY_FORWARD = frozenset(("tokens_per_expert", "dropped_slots", "aux_loss", 
 
 
 class _Traced:
-    """What a pass left in a program: values that must not be used once the program is built."""
+    """The values of a pass in a program, which must not be used once the program is built."""
 
     def __init__(self, values: tuple[Any, ...]) -> None:
         self._values, self._program = values, weakref.ref(paddle.static.default_main_program())
@@ -363,7 +364,7 @@ def _over_ranks(
     capacity: int | None,
     is_first_microbatch: bool | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the experts of all ranks make of this rank's tokens, their load and the slots dropped."""
+    """Expert outputs of this rank's tokens over all ranks, the experts' load and the number of dropped slots."""
     with _checks.renaming("ExpertParallel.dispatch", "MoELayer"):
         received = parallel.dispatch(tokens, ids, probs, capacity=capacity)
     if received.rows is not None:

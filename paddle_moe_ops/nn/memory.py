@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where the parameters of experts that are layers of their own lie in memory."""
+"""Memory layout of the parameters of experts that are separate layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAME = "lay_side_by_side"
 
 
 def lay_side_by_side(parameters: Sequence[Tensor] | nn.ParameterList) -> None:
-    """Put the parameters of E experts in one allocation, one after the other.
+    """Put the parameters of E experts in one allocation, back to back.
 
     `moe_mlp` and `grouped_gemm` then use a list of these parameters on a GPU without copying them to one tensor first::
 

@@ -33,7 +33,7 @@ _INTEGERS = (paddle.int32, paddle.int64, paddle.int16, paddle.int8, paddle.uint8
 
 
 class RouterOutput(NamedTuple):
-    """What a router decides.
+    """The decisions of a router.
 
     Attributes:
         ids: experts of each token, int32 [T, K], best first, distinct within a token, no gradient; -1 for tokens that a
@@ -298,7 +298,7 @@ def capacity_of(
         return None
     if isinstance(num_tokens, int):
         return max(math.ceil(num_tokens * topk * capacity_factor / num_experts), 1)
-    # In float64, as Python computes. A factor that is not a tensor would be rounded to float32.
+    # Computed in float64, like Python's float. A factor that is not a tensor would be rounded to float32.
     factor, experts = (filled([], number, "float64", like=num_tokens) for number in (capacity_factor, num_experts))
     rows = (num_tokens.astype("int64") * topk).astype("float64") * factor / experts
     return paddle.ceil(rows).clip(min=1).astype("int64")

@@ -1,8 +1,8 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What an expert does between its products, and its gradients, in float64.
+"""Activations between an expert's two GEMMs, and their gradients, in float64.
 
-The columns of a first product are first those of the gate, then those that it gates.
+The first GEMM's columns are the gate's, then those that it gates.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def activate(hidden: NDArray, activation: str) -> NDArray:
 
 
 def activation_factors(hidden: NDArray, activation: str) -> tuple[NDArray, NDArray]:
-    """What the gradient of a row is multiplied by for the gate's columns and the others, [M, n] each, float64."""
+    """Factors of a row's gradient for the gate's columns and for the others, [M, n] each, float64."""
     gate, up = _halves(hidden)
     if activation == "swiglu":
         sigmoid = _sigmoid(gate)

@@ -4,8 +4,8 @@
 
 Rows are quantised for each 128 columns, matrices for each 128 x 128 elements. Both products of the forward pass, and
 those that give gradients of activations, multiply quantised values. The gradients of the matrices are products of
-numbers in the tokens' dtype, as in `mlp`. What a backend keeps in memory is rounded to that dtype first, and is
-quantised from there. The derivative of quantising counts as 1.
+numbers in the tokens' dtype, as in `mlp`. Values that a backend keeps in memory are rounded to that dtype first, and
+quantised from it. The derivative of quantising counts as 1.
 """
 
 from __future__ import annotations

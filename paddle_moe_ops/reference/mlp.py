@@ -23,7 +23,7 @@ __all__ = ["MlpGradients", "moe_mlp", "moe_mlp_backward"]
 
 
 class MlpGradients(NamedTuple):
-    """In the dtypes of what they are the gradients of."""
+    """Gradients of `moe_mlp`, each in the dtype of its operand."""
 
     x: NDArray
     gate_up: NDArray
@@ -87,7 +87,7 @@ def moe_mlp_backward(
     options: dict[str, Any] = {"activation": activation, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
     _, hidden = moe_mlp(x, plan, gate_up, down, weights, transpose=transpose, **options)
     act = activate(hidden, activation).astype(np.float64)
-    # Of the weighted rows that the second matrices multiply.
+    # The gradient of the weighted rows, the second GEMM's operand.
     d_scaled = grouped_gemm(
         d_out, down, counts, not transpose, expert_offsets=list(plan.expert_offsets), row_to_token=owners
     )

@@ -94,7 +94,7 @@ def all_checks() -> Iterator[Check]:
 
 
 class _Problem:
-    """A case with random inputs, the same on every machine, and what the reference makes of them."""
+    """A case with random inputs, the same on every machine, and the reference's results for them."""
 
     def __init__(self, case: Case, dtype: np.dtype) -> None:
         self.case, self.dtype = case, dtype

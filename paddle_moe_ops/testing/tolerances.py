@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""How far a result may be off where the order of a sum is free. Everything else is compared by its bits."""
+"""Tolerances of results whose order of summation is free. All other results are compared by their bits."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = [
     "score_tols",
 ]
 
-# Of a float8 layer beside one that adds up in another order, relative to the norm. A sum that rounds otherwise may be
-# quantised to the neighbour, up to 1/8 away. Few terms, as in tests, do not average that out.
+# Error of a float8 layer against one that adds in another order, relative to the norm. A sum that rounds otherwise may
+# be quantised to the neighbour, up to 1/8 away. Few terms, as in tests, do not average that out.
 FLOAT8_ERROR = 0.03
 
 # Rounding to nearest is off by at most this much, relative to the exact value.
 _UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-# The smallest step of each dtype: what rounding a subnormal number can cost.
+# The smallest step of each dtype bounds the rounding error of a subnormal number.
 _SMALLEST_STEP = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
 
 _DOT_LANES = 16

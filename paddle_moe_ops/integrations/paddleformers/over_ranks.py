@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks whose experts are spread over the ranks of a group.
 
-Each rank has the layers of its own experts and None in the places of the others. Where Fleet has an expert parallel
-group of more than one rank, PaddleFormers builds such blocks, from other classes. ERNIE-4.5-MoE has one class for both.
+Each rank has the layers of its own experts and None in the places of the others. If Fleet has an expert parallel group
+of more than one rank, PaddleFormers builds such blocks, from other classes. ERNIE-4.5-MoE has one class for both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .experts import compute_of, run_modules
 
 @functools.cache
 def parallel_of(group: Group, num_experts: int) -> ExpertParallel:
-    """What exchanges tokens between the ranks of a group; all of them must come here. A group has one for each size."""
+    """The `ExpertParallel` of a group, cached by number of experts; all ranks of the group must call this."""
     return ExpertParallel(num_experts, group, combine="reduced")
 
 
