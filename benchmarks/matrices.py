@@ -39,7 +39,7 @@ FORMS = {
 
 
 def forms() -> tuple[dict[str, Callable[[], Any]], list[Any], Any]:
-    """What runs each form forward, the tensors that get gradients, and the gradient of the result."""
+    """The forward call of each form, the tensors with gradients, and the gradient of the result."""
     import paddle
 
     from paddle_moe_ops import moe_mlp, permute, route, unpermute

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is timed on each rank."""
+"""The calls that each rank times."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
     topk: int
 
     def flops(self, tokens: int) -> int:
-        """Of the matrix products of a forward pass."""
+        """Floating-point operations of a forward pass's GEMMs."""
         return 6 * tokens * self.topk * self.hidden * self.inner
 
 
@@ -51,7 +51,7 @@ MODELS = tuple(name for name in SHAPES if name != "trial")
 
 
 class Rank:
-    """What one rank times."""
+    """The inputs and the timed calls of one rank."""
 
     def __init__(self, name: str, tokens: int, samples: int) -> None:
         self.shape, self.tokens, self.samples = SHAPES[name], tokens, samples
@@ -74,7 +74,7 @@ class Rank:
         return self.shape.experts // self.group.nranks
 
     def _bytes(self, rows: list[int]) -> int:
-        """Of rows that cross to other ranks."""
+        """Bytes of the rows that cross to other ranks."""
         return sum(count for other, count in enumerate(rows) if other != self.group.rank) * 2 * self.shape.hidden
 
     def random(self, shape: list[int], scale: float) -> Any:
@@ -149,7 +149,7 @@ class Rank:
         self.timed("dispatch_float8", lambda: in_float8.dispatch(self.x, self.ids, self.probs), crossing, **how)
 
     def collectives(self) -> None:
-        """What users write by hand, and the collective alone on the bytes of dispatch."""
+        """Time the hand-written way, and the collective alone on the bytes of dispatch."""
         group, ranks, hidden = self.group, self.group.nranks, self.shape.hidden
         plan = route(self.ids, num_experts=self.shape.experts)
         told: list[Any] = []

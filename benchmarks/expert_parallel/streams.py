@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where Paddle's kernels run, with marks in the order of their work: a GPU's stream, or this process."""
+"""Streams on which Paddle's kernels run, with marks in the order of their work: a GPU's stream, or this process."""
 
 from __future__ import annotations
 
@@ -95,5 +95,5 @@ class HostStream:
 
 
 def stream_of(place: Any) -> GpuStream | HostStream:
-    """Where the kernels of tensors of a place run."""
+    """The stream of the kernels of a place's tensors."""
     return HostStream() if place.is_cpu_place() else GpuStream(place)

@@ -59,7 +59,7 @@ class Recorded(NamedTuple):
 
     @staticmethod
     def of(path: Path) -> Recorded:
-        """What a file holds."""
+        """The contents of a file."""
         machine, *lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
         calls: dict[str, list[dict[str, Any]]] = {}
         for line in lines:

@@ -181,7 +181,7 @@ def _measure(
 
 
 def _environment(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What every machine line holds, whatever the device."""
+    """The fields of every machine line, whatever the device."""
     from paddle_moe_ops import _report
 
     return {

@@ -17,7 +17,7 @@ __all__ = ["CoreCalls"]
 
 
 class CoreCalls:
-    """The core with what its calls need of a device.
+    """The core, with the device's arrays and streams for its calls.
 
     Attributes:
         run: Calls an operator with its params, both as in `tests.core.binding.Core`.

@@ -95,7 +95,7 @@ class CpuDevice:
             held[:] = [body.run()]
 
         def outputs() -> Outputs:
-            """Of the last launch, which then gives them back: a new call must find no old outputs in the way."""
+            """Outputs of the last launch, which are then dropped: a new call must not find old outputs in memory."""
             if not held:
                 launch()
             return held.pop()
@@ -147,7 +147,7 @@ def _within_memory(implementation: Implementation) -> Implementation:
 
 
 def _last_level_cache_bytes() -> int:
-    """What the system says of the largest cache of the first core."""
+    """Bytes of the first core's largest cache, as the system reports it."""
     sizes = [
         int(path.read_text(encoding="ascii").strip().removesuffix("K")) << 10
         for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")

@@ -3,8 +3,8 @@
 """Timing on an NVIDIA GPU with device events, around replays of a CUDA graph or around plain calls.
 
 A sample is: make the caches cold (or warm), record an event, launch, record an event. All samples are queued before
-any is read. What precedes the first event keeps the GPU busy while the host queues what follows, so the time between
-the events holds no waiting for the host.
+any is read. Work before the first event keeps the GPU busy while the host queues the rest, so the time between the
+events contains no waiting for the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["CudaTimer", "count_launches"]
 _FLUSH_BYTES = 512 << 20
 _SPIN_CYCLES = 100_000  # about 50 us
 _WARM_UP_CALLS = 3
-# CUgraphNodeType of what runs on the device: kernel, memcpy, memset.
+# CUgraphNodeType of nodes that run on the device: kernel, memcpy, memset.
 _LAUNCHES = (0, 1, 2)
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmark needs of a device: implementations, a check and a timer. One module per device provides it."""
+"""The benchmark's interface of a device: implementations, a check and a timer. One module per device implements it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .shapes import Operation
 
 __all__ = ["BFLOAT16_SUMS", "BITS", "FLOAT32_SUMS", "Body", "Captured", "Device", "Implementation", "Unsupported"]
 
-# How a result is compared with the oracle's. Dot products, which are float32 sums, have a tolerance in any case.
+# Comparisons of a result with the oracle's. Dot products, which are float32 sums, have a tolerance in any case.
 BITS = "bits"
 FLOAT32_SUMS = "float32 sums"  # float32 sums in another order than the oracle's
 BFLOAT16_SUMS = "bfloat16 sums"  # sums that are rounded to bfloat16 after every addition

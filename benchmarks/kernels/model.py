@@ -40,7 +40,7 @@ class Kind(IntEnum):
 
 
 class Work(NamedTuple):
-    """What a probe moves.
+    """The bytes that a probe moves.
 
     Attributes:
         kind: The kernel.

@@ -100,7 +100,7 @@ class Row:
 
     @property
     def plain(self) -> bool:
-        """Whether this is a shape's own case, timed as the targets ask: on a GPU replayed and cold, on a CPU warm."""
+        """True for a shape's own case, timed as the targets require: on a GPU replayed and cold, on a CPU warm."""
         return self.own_case and self.mode != "eager" and self.cold == (self.mode != "cpu")
 
 
@@ -114,7 +114,7 @@ class Run:
 
 
 def text_of(failure: Exception) -> str:
-    """What the line of a result says of a failure."""
+    """The text of a failure in a result line."""
     return f"{type(failure).__name__}: {failure}"[:300]
 
 

@@ -21,7 +21,7 @@ status is 1. All implementations multiply the same codes and scales:
 A line of the result is one implementation of one shape: for each product the median, minimum and maximum of replays of
 a CUDA graph with a cold L2 in microseconds, and TFLOP/s (4 T K d n and 2 T K d n operations; those of padding don't
 count).
-Implementations take turns. One whose results are wrong gets a line with "error" and is not timed.
+Implementations alternate. One whose results are wrong gets a line with "error" and is not timed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-import benchmarks.without_paddle  # noqa: F401  before what needs it
+import benchmarks.without_paddle  # noqa: F401  before the imports that need it
 from benchmarks.kernels.cuda_timer import CudaTimer
 from benchmarks.kernels.device import Body, Captured
 from benchmarks.kernels.results import text_of
@@ -194,7 +194,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Operands, str], Way | None]] = {
 
 
 def wrong(operands: Operands, which: str, way: Way) -> str | None:
-    """What is wrong with some rows of a product, or None."""
+    """The error of some rows of a GEMM as a text, or None."""
     way.out.fill_(torch.nan)
     way.run()
     chosen = torch.linspace(0, operands.num_rows - 1, _CHECKED_ROWS, device="cuda").long()

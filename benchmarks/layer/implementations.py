@@ -26,11 +26,11 @@ WORKSPACE_MB = 1024  # as moe_mlp has by default
 
 
 class Passes(NamedTuple):
-    """What is timed.
+    """The timed passes of an implementation.
 
     Attributes:
-        forward: gives the result and what is kept for the backward pass.
-        backward: takes that and gives the gradients of the tokens, the probabilities [T, K] and both matrices.
+        forward: returns the result and the saved state for the backward pass.
+        backward: returns, from that state, the gradients of the tokens, the probabilities [T, K] and both matrices.
     """
 
     forward: Callable[[], tuple[torch.Tensor, Any]]

@@ -27,7 +27,7 @@ UNSLOTH_CONFIGS = (
 
 
 class _Streams:
-    """Side streams that begin after what the current one has, and that it waits for."""
+    """Side streams that start after the current stream's work, and for which it waits."""
 
     def __init__(self) -> None:
         self.side = [torch.cuda.Stream() for _ in range(_STREAMS)]
@@ -90,7 +90,7 @@ def deep_gemm() -> Any:
 
 
 class PaddedRows:
-    """Where rows in expert order go if each expert's rows are filled up to a multiple of ``alignment``.
+    """Places of rows in expert order if each expert's rows are padded to a multiple of ``alignment``.
 
     Args:
         sizes: int32 [E], rows of each expert.

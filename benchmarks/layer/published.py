@@ -10,7 +10,7 @@ __all__ = ["PUBLISHED", "Source"]
 
 
 class Source(NamedTuple):
-    """Where figures come from.
+    """The source of figures.
 
     Attributes:
         name: of the column.

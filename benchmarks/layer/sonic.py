@@ -10,7 +10,7 @@ QuACK tunes each of the six products when a shape is first called, and SonicMoE 
 that they have for Hopper, by their own rules, unless ``tuned`` is False, which takes QuACK's default configuration for
 every product.
 
-What matters in the environment: QUACK_CACHE_DIR keeps compiled kernels (for all shapes) and times of tuning (for each).
+Environment variables: QUACK_CACHE_DIR is the cache of compiled kernels (for all shapes) and of tuning times (for each).
 QUACK_COMPILE_WORKERS above 1 makes QuACK start that many processes one after the other for each of its products whose
 kernels are not there yet, which takes longer than it saves; to compile at once, start processes before.
 """
@@ -50,7 +50,7 @@ def matrices_of(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def sonic_layer(inputs: Inputs, tuned: bool) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
-    """The layer, and what it is differentiated by: tokens, probabilities and both matrices in the package's layout.
+    """The layer and its differentiable operands: tokens, probabilities and both matrices in the package's layout.
 
     Raises:
         ImportError: the package is not installed.

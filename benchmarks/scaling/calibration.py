@@ -67,7 +67,7 @@ def products_of(lines: Sequence[dict[str, Any]], backward: bool) -> Products:
 
 
 class Exchange:
-    """A measurement of an exchange, and what the model needs to predict it.
+    """A measurement of an exchange, with the model's inputs to predict it.
 
     Attributes:
         line: the measurement.

@@ -34,7 +34,8 @@ class Exchanges:
         transport: "peer": ranks write to each other's memory, in one domain; "alltoall": `alltoall_single` of NCCL
             with tokens once for each rank, as the package has it; "rows": the same with a row for each slot, by hand;
             "by_domain": a token crosses the network once for each domain, and is handed on there (not in the package).
-        capacity: tokens that a rank may send to each with "peer" and "by_domain"; None: as many as it sends at most.
+        capacity: tokens that a rank may send to each with "peer" and "by_domain"; None: the most that any of them
+            sends.
 
     Raises:
         ValueError: "peer" in several domains.
@@ -83,7 +84,7 @@ class Exchanges:
         return self.machine.peer.dispatch_us + self.machine.local.slot_us * slots
 
     def kept_bytes(self, step: Step) -> float:
-        """Read and written by the copy of what arrived, for all rows that there is room for."""
+        """Bytes read and written by the copy of arrived tokens, for all rows of the buffer."""
         return float((step.lines.sum(0).max() + self.buffer_rows) * step.row_bytes)
 
     def keep_us(self, step: Step) -> float:
@@ -129,7 +130,7 @@ class Exchanges:
     # ---- collectives
 
     def all_to_all_us(self, step: Step) -> float:
-        """One `alltoall_single`; what goes by NVLink and what crosses the network travel at once."""
+        """Time of one `alltoall_single`; NVLink and the network transfer concurrently."""
         machine, network = self.machine, self.machine.network
         own = microseconds(2 * np.diag(step.lines).max() * step.line_bytes, machine.local.gbps)
         close = machine.nccl.link_us(step.busiest(self.near), self.traffic.layout.domain)

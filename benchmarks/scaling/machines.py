@@ -21,7 +21,7 @@ def microseconds(size: float, gbps: float) -> float:
 
 @dataclass(frozen=True)
 class Products:
-    """Time of one pass of `moe_mlp` on one GPU, a sum of what it has to do.
+    """Time of one pass of `moe_mlp` on one GPU, linear in its work.
 
     Attributes:
         factors: microseconds of `work`'s numbers.
@@ -42,7 +42,7 @@ class Products:
         return [rows * flops, experts * _HALF_TILE * flops, rows * hidden, rows * inner, matrices]
 
     def us(self, rows: float, hidden: int, inner: int, experts: int, backward: bool) -> float:
-        """Microseconds for so many rows of so many experts."""
+        """Microseconds for ``rows`` rows of ``experts`` experts."""
         work = np.asarray(self.work(rows, hidden, inner, experts, backward))
         return self.slowdown * float(work @ np.asarray(self.factors)) + self.fixed_us
 
@@ -155,7 +155,7 @@ CX7 = Network(
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs of one kind, and what connects them.
+    """GPUs of one kind, and their links.
 
     Attributes:
         name: GPU.

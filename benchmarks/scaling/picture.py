@@ -27,7 +27,7 @@ _STYLES = {
     _MEASURED: (INK, "x"),
 }
 
-# Of a model the lines, each of which has TFLOP/s by numbers of GPUs.
+# Lines of each model; a line has TFLOP/s by numbers of GPUs.
 Points = dict[str, dict[str, dict[str, float]]]
 
 

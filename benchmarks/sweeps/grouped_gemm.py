@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-import benchmarks.without_paddle  # noqa: F401  before what needs it
+import benchmarks.without_paddle  # noqa: F401  before the imports that need it
 from benchmarks.kernels.cuda_timer import CudaTimer
 from benchmarks.kernels.results import text_of
 from benchmarks.kernels.torch_device import TorchDevice, gpu_facts
@@ -103,7 +103,7 @@ _ROUNDS = 3
 
 
 def configs_of(operation: str, everything: bool) -> list[GemmConfig | None]:
-    """What an operation is measured with; None is the default."""
+    """The measured configurations of an operation; None is the default."""
     if operation.endswith(_IN_LOAD):
         return [_POINTERS]
     if operation == "dw_gathered":  # dw, with the launch of gathered before it
@@ -115,7 +115,7 @@ Outputs = dict[str, torch.Tensor]
 
 
 class Inputs:
-    """The operands of one model and what PyTorch makes of them; ``small`` for what only is to be compiled."""
+    """The operands of one model and their groups; ``small`` if kernels are only to be compiled."""
 
     def __init__(self, model: Model, *, small: bool = False) -> None:
         tokens, topk, self.experts, hidden, inter = model
@@ -151,7 +151,7 @@ class Inputs:
 
 
 class Operation(NamedTuple):
-    """One product: ours with a configuration, PyTorch's, its multiplications, and what is due of an expert's rows."""
+    """One GEMM: ours with a configuration, PyTorch's, its operations, and the expected rows of an expert."""
 
     ours: Callable[[GemmConfig | None], Outputs]
     torchs: Callable[[], Any]
@@ -280,7 +280,7 @@ def operations(device: TorchDevice, i: Inputs) -> dict[str, Operation]:
 
 
 def difference(i: Inputs, operation: Operation, made: Outputs) -> str | None:
-    """What is wrong with a result for some of the experts, or None."""
+    """The error of a result for some of the experts as a text, or None."""
     offsets = i.offsets.tolist()
     busiest = int(i.sizes.argmax())
     for expert in {0, busiest, i.experts - 1}:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-import benchmarks.without_paddle  # noqa: F401  before what needs it
+import benchmarks.without_paddle  # noqa: F401  before the imports that need it
 from benchmarks.kernels.cuda_timer import CudaTimer
 from benchmarks.kernels.device import Body, Outputs
 from benchmarks.kernels.problem import make_problem
