@@ -131,8 +131,7 @@ def profile(operation: str, shape: str, kernel: str, core_library: Path, folder:
 
 
 def profile_gemm(names: list[str], folder: Path) -> tuple[dict, list[dict]]:
-    """The machine line of the sweep, and the counters of each operation's kernel; Triton compiles before it
-    launches."""
+    """The sweep's machine line, and the counters of each operation's kernel; Triton compiles before it launches."""
     sweep = ["-m", "benchmarks.sweeps.grouped_gemm", "--once", "--shapes", GEMM_SHAPE, "--ops", *names]
     kernels = "|".join(f"{kernel}_kernel" for kernel in sorted(set(GEMM_CASES.values())))
     (machine, *rows), launches = counters(sweep, kernels, slice(len(names)), GEMM_METRICS, folder)

@@ -40,7 +40,7 @@ def public(
 
     Every tensor among the arguments is detached, except the differentiable ones. Expert ids, masks, row maps, scales
     and counts have no gradient, but may carry a graph, as the ids of `paddle.topk` do. Paddle's engine would wait for
-    their gradient and never run what comes before them.
+    their gradient and never run the nodes before them.
 
     paddle.jit.to_static calls such a function while it builds the program instead of rewriting its source, so that the
     checks run once, at build time, where shapes are known. A graph's backward pass does not wait: values of a graph are
@@ -93,7 +93,7 @@ def public(
 def context_manager(
     function: Callable[_Arguments, Iterator[_Result]],
 ) -> Callable[_Arguments, AbstractContextManager[_Result]]:
-    """`contextlib.contextmanager`, whose wrapper's code lies outside of the ignored folder."""
+    """`contextlib.contextmanager` with its wrapper's code outside of the ignored folder."""
     return not_to_static(contextmanager(function))
 
 
@@ -118,7 +118,7 @@ def untraced(function: Callable[..., _Result], *arguments: Any, **keywords: Any)
 def _own_names(
     function: str, aliases: Mapping[str, str], given: Sequence[str], keywords: dict[str, Any]
 ) -> dict[str, Any]:
-    """The keywords with the names that the signature has, where callers used others."""
+    """The keywords, with aliases replaced by the signature's names."""
     for alias, name in aliases.items():
         if alias in keywords:
             if name in keywords or name in given:
@@ -142,9 +142,9 @@ def _carries_graph(value: Any) -> bool:
 
 
 def constant(value: Any) -> Any:
-    """The value without the graph that its tensors carry. A value of a static graph stays what it is.
+    """The value without the graph that its tensors carry. A value of a static graph is unchanged.
 
-    There Paddle's detach shares memory that the program goes on to use for other values.
+    In a static graph, Paddle's detach shares memory that the program reuses for other values.
     """
     if isinstance(value, Tensor):
         return value if value.stop_gradient else value.detach()
@@ -169,27 +169,27 @@ def is_on_gpu(value: Tensor) -> bool:
 
 
 def filled(shape: list[Any], value: float, dtype: Any, like: Tensor) -> Tensor:
-    """A new tensor of one value where another tensor lies, whichever device is the current one."""
+    """A new tensor of one value on another tensor's device, whichever device is the current one."""
     return beside(paddle.full(shape, value, dtype), like)
 
 
 def beside(tensor: Tensor, like: Tensor) -> Tensor:
-    """A tensor where another lies: results without elements of a custom device's operators may lie on the CPU."""
+    """A tensor on another's device: empty results of a custom device's operators may be on the CPU."""
     return placed(tensor, like.place) if isinstance(like, Tensor) else tensor
 
 
 def placed(tensor: Tensor, place: Any) -> Tensor:
-    """The tensor itself if it lies there, else a copy."""
+    """The tensor itself if it is on that device, otherwise a copy."""
     return tensor if tensor.place == place else tensor._copy_to(place, True)
 
 
 def with_elements(tensors: list[Tensor]) -> Tensor:
-    """The first tensor that has elements, else the first: Paddle may leave one without elements on the host."""
+    """The first tensor that has elements, else the first: Paddle may leave an empty one on the host."""
     return next((each for each in tensors if each.size > 0), tensors[0])
 
 
 def unpacked(tensor: Tensor, place: Any) -> Tensor:
-    """A tensor that a backward pass saved, where the inputs of the forward pass were.
+    """A saved tensor of a backward pass, on the device of the forward pass's inputs.
 
     Recompute by hooks unpacks tensors without elements as tensors without a place.
     """
@@ -197,7 +197,7 @@ def unpacked(tensor: Tensor, place: Any) -> Tensor:
 
 
 def numbers_of(like: Tensor) -> Tensor:
-    """0, 1, 2, ... for the entries of an integer vector: of its dtype and where it lies, unlike `paddle.arange`."""
+    """0, 1, 2, ... for the entries of an integer vector: of its dtype and on its device, unlike `paddle.arange`."""
     return paddle.cumsum(paddle.ones_like(like), dtype=like.dtype) - 1
 
 
@@ -224,8 +224,8 @@ def to_dtype(tensor: Any, dtype: Any) -> Any:
 def dense(tensor: Tensor) -> Tensor:
     """The tensor if it is contiguous, otherwise a contiguous copy; the tensor itself keeps its memory and strides.
 
-    Paddle's `Tensor.contiguous` gives the tensor that it is called on, and all that `detach` made of it, memory of
-    their own: a caller's view of a buffer would stop being one.
+    Paddle's `Tensor.contiguous` reallocates the tensor on which it is called, and all tensors that `detach` made from
+    it: a caller's view of a buffer would no longer be a view.
     """
     return tensor if tensor.is_contiguous() else tensor.clone()
 
@@ -243,7 +243,7 @@ def ready_for_matmul(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def in_float32(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """A function of tensors, on a GPU as it is; elsewhere in float32 whatever their dtype, rounded to the first's."""
+    """Apply a function to tensors: unchanged on a GPU; otherwise in float32, rounded to the first tensor's dtype."""
     is_float32 = all(tensor.dtype == paddle.float32 for tensor in tensors) and not paddle.amp.is_autocast_enabled()
     if is_float32 or is_on_gpu(tensors[0]):
         return function(*tensors)

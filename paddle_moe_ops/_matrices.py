@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The matrices of experts: one tensor that has them all, or a list of them, where each expert is a layer."""
+"""The matrices of experts: one stacked tensor, or a list of them if each expert is a layer."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def matrices(
 
 
 def named(argument: str, given: Matrices) -> dict[str, Tensor]:
-    """Each tensor by the name that messages give it."""
+    """Each tensor by its name in messages."""
     if isinstance(given, Sequence):
         return {f"{argument}[{index}]": each for index, each in enumerate(given)}
     return {argument: given}
@@ -74,14 +74,14 @@ def stacked(given: Matrices) -> Tensor:
 
 
 def in_dtype(function: str, given: Matrices, dtype: Any, backend: Backend, *, accumulates: bool = False) -> Matrices:
-    """The matrices as a backend takes them under mixed precision, by one cast where it needs one tensor.
+    """The matrices in the form that a backend needs under mixed precision, by one cast if it needs one tensor.
 
     Args:
         function: the name that begins an error text.
         given: one tensor, or a list.
         dtype: of mixed precision.
-        backend: that is to run on them.
-        accumulates: whether their gradients go where `backends.accumulation` says it, which only parameters have.
+        backend: the backend that runs on them.
+        accumulates: whether `backends.accumulation` stores their gradients, which only parameters support.
     """
     if isinstance(given, Sequence) and not backend.takes_lists:
         return to_dtype(stack_or_view(given, function, accumulates=accumulates), dtype)

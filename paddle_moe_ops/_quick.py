@@ -32,7 +32,7 @@ def quick_permute(
     fill_padding: Any = "all",
     **more: Any,
 ) -> tuple[Tensor, None] | None:
-    """A plain call of `permute`, or None if it is another one."""
+    """The result of a plain call of `permute`, or None for other calls."""
     if (
         type(plan) is Plan
         and scale is None
@@ -53,7 +53,7 @@ def quick_permute(
 
 
 def quick_unpermute(y: Any = None, plan: Any = None, probs: Any = None, *others: Any, **more: Any) -> Tensor | None:
-    """A plain call of `unpermute`, or None if it is another one."""
+    """The result of a plain call of `unpermute`, or None for other calls."""
     if type(plan) is not Plan or others or more or chosen() is not None:
         return None
     maps = plan.token_rows, plan.row_to_token
@@ -80,7 +80,7 @@ def quick_moe_permute(
     *others: Any,
     **more: Any,
 ) -> tuple[Tensor, ...] | None:
-    """A plain call of `moe_permute`, or None if it is another one."""
+    """The result of a plain call of `moe_permute`, or None for other calls."""
     if (
         scale is not None
         or do_gather is not True
@@ -115,7 +115,7 @@ def quick_moe_unpermute(
     *others: Any,
     **more: Any,
 ) -> tuple[Tensor, ...] | None:
-    """A plain call of `moe_unpermute`, or None if it is another one."""
+    """The result of a plain call of `moe_unpermute`, or None for other calls."""
     if (
         type(using_mix_precision) is not bool
         or type(using_weighted_combine) is not bool
@@ -137,7 +137,8 @@ def quick_moe_unpermute(
 
 
 def _go_on(operator: Callable[..., Any], rows: Tensor, *others: Any) -> Any:
-    """Run an operator whose arguments fit and of which one wants a gradient; None if it has no kernels for the rows."""
+    """Run an operator with fitting arguments, one of which requires a gradient; None if it has no kernels for the
+    rows."""
     return untraced(_where_it_can, operator, rows, *others)
 
 

@@ -27,7 +27,7 @@ _NAMES = (*OPERATORS, _LAYER)
 
 @unified
 def explain(operator: str | None = None, *arguments: Any, **options: Any) -> str:
-    """Say which backend runs each operator here, and why the others do not.
+    """Say which backend runs each operator on this device, and why the others do not.
 
     For `moe_mlp` the choice depends on the arguments. With them, say which backend runs the layer and why, and list the
     tensors kept for the backward pass. On Triton, also list the kernels of both passes and their use of
@@ -35,8 +35,8 @@ def explain(operator: str | None = None, *arguments: Any, **options: Any) -> str
 
         print(explain("moe_mlp", x, plan, probs, gate_up, down, keep="x"))
 
-    Arguments are brought into the form that the products take, as in the call. In a graph that may add a reshape or a
-    cast which nothing uses; under mixed precision on a GPU it copies the matrices for the time of the call. Under
+    Arguments are converted to the GEMMs' operands, as in the call. In a graph that may add an unused reshape or cast;
+    under mixed precision on a GPU it copies the matrices for the time of the call. Under
     `paddle.jit.to_static(full_graph=False)` it describes a call in dygraph.
 
     Args:
@@ -45,8 +45,8 @@ def explain(operator: str | None = None, *arguments: Any, **options: Any) -> str
         options: its keyword arguments.
 
     Returns:
-        one line per operator, or several on the layer, and one per backend; then whose functions paddle.nn.functional
-        calls.
+        one line per operator, or several on the layer, and one per backend; then the package whose functions
+        paddle.nn.functional calls.
 
     Raises:
         TypeError: arguments that `moe_mlp` does not take.

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Timing on an NVIDIA GPU with device events, around replays of a CUDA graph or around plain calls.
 
-A sample is: make the caches cold (or warm), record an event, launch, record an event. All samples are queued before
+A sample: flush the caches (or warm them), record an event, launch, record an event. All samples are queued before
 any is read. Work before the first event keeps the GPU busy while the host queues the rest, so the time between the
 events contains no waiting for the host.
 """

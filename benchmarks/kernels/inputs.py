@@ -21,7 +21,7 @@ _ORACLE_ELEMENTS = 1 << 22  # at a time, of each thread
 
 
 def pieces(count: int, width: int, elements: int) -> list[slice]:
-    """Slices of ``count`` rows of ``width`` columns with about ``elements`` elements, which keep temporary arrays
+    """Slices of ``count`` rows of ``width`` columns, each with about ``elements`` elements to keep temporaries
     small."""
     step = max(1, elements // max(width, 1))
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]

@@ -1,7 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The measurement itself: for every case and operation, check each implementation, then time them in interleaved
-rounds."""
+"""The measurement: for every case and operation, check each implementation, then time them in interleaved rounds."""
 
 from __future__ import annotations
 

@@ -68,8 +68,7 @@ class Inputs:
         self.token_rows = self.rows_of_slots.sort(1).values.int()
 
     def due(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Expected results of the first tokens, and of their probabilities' gradient, in float32 from rounded
-        operands."""
+        """Expected results and probability gradients of the first tokens, in float32 from rounded operands."""
         out = torch.zeros(tokens, self.shape.hidden, device="cuda")
         d_probs = torch.zeros(tokens, self.shape.topk, device="cuda")
         for token in range(tokens):

@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks and times the Triton grouped product at the sizes of models, with several configurations, and PyTorch's;
-what paddle_moe_ops/triton/gemm/configs.py is made from.
+"""Checks and times Triton's and PyTorch's grouped GEMM at models' sizes; source of triton/gemm/configs.py.
 
     python3 -m benchmarks.sweeps.grouped_gemm --out benchmarks/results/h200-grouped-gemm.jsonl --commit COMMIT \
         [--shapes dsv3 ...] [--ops forward ...] [--all-configs]

@@ -1,7 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The purpose of the package: Paddle's own pair of functions on this device, this package's pair, and sizes of a
-model."""
+"""The package's purpose: Paddle's own pair of functions on this device, this package's pair, and sizes of a model."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ NAMES = f"{', '.join(MODELS)}, or sizes as hidden,experts,topk"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options. Paddle need not be there."""
+    """Declare the options, without importing Paddle."""
     parser.description = (
         "Time the public functions on bfloat16 tensors beside paddle.nn.functional.moe_permute and moe_unpermute where "
         "these run, and beside plain operators of Paddle elsewhere. Results are checked before anything is timed."

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Time and memory of calls, and how much memory there is."""
+"""Time and memory of calls, and the available memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEMORY_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
 def measure(calls: Sequence[Call], seconds: float) -> list[dict[str, Any]]:
     """Time calls in interleaved rounds, each for about ``seconds``: microseconds and allocated bytes of one call."""
-    peaks = [_peak_bytes(call) for call in calls]  # they warm up, too
+    peaks = [_peak_bytes(call) for call in calls]  # this warms up as well
     counts = [min(MAX_CALLS, max(1, int(SAMPLE_SECONDS / _sample(call, 1)))) for call in calls]
     samples: list[list[float]] = [[] for _ in calls]
     for _ in range(ROUNDS):
@@ -83,7 +83,7 @@ def _peak_bytes(call: Call) -> int | None:
 
 
 def memory_left() -> float:
-    """Bytes that the current device has left, as far as anything says so; infinity where nothing does."""
+    """Free bytes of the current device, as far as known; otherwise infinity."""
     if paddle.get_device().startswith("gpu"):
         total = paddle.device.cuda.get_device_properties().total_memory
         return total - paddle.device.cuda.memory_allocated()

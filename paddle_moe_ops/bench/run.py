@@ -98,7 +98,7 @@ def _print_head(machine: dict[str, Any]) -> None:
 
 
 def _comparable(earlier: dict[str, Any], machine: dict[str, Any]) -> dict[tuple, Row] | None:
-    """The earlier results by their key, None if they are of another machine; says what has changed since."""
+    """The earlier results by their key, None if they are of another machine; prints the changes since."""
     then = earlier["machine"]
     changed = [name for name, now in machine.items() if then.get(name) != now]
     for name in changed:

@@ -28,7 +28,7 @@ class _Done:
 
 
 class AsyncLoad:
-    """Paddle's ``AsyncLoad`` where all memory is the host's: copies are made at once, without gradients."""
+    """Paddle's ``AsyncLoad`` for host memory only: copies are synchronous, without gradients."""
 
     def offload(self, destination: Tensor, source: Tensor) -> _Done:
         """Copy a tensor to one that has no memory yet."""

@@ -122,7 +122,7 @@ def moe_gate_dispatch_partial_nosoftmaxtopk(
     expert_end_index: int,
     reverse_token_drop: bool,
 ) -> tuple[Tensor, ...]:
-    """Copy tokens to the rows of those of their experts that are here, [expert_start_index, expert_end_index).
+    """Copy tokens to the rows of their local experts, [expert_start_index, expert_end_index).
 
     Differentiable in ``x`` and ``combine_weights``. Rows of an expert follow ascending tokens. Host synchronisation: on
     a GPU one without ``use_pad``, to learn the number of rows.
@@ -254,7 +254,7 @@ def moe_combine_grad(
 
     Returns:
         the gradient of ``x`` [N, H], and the products [T, K, H] whose sum over H is that of ``combine_weights``. They
-        are made for every slot, also where the weight is 0. Dtype of ``x``.
+        are computed for every slot, even if its weight is 0. Dtype of ``x``.
     """
     name = "moe_combine_grad"
     rows, maps, sources = _rows_and_maps(name, x, combine_weights, scatter_index, 0.0)
@@ -284,7 +284,7 @@ def _gate(name: str, x: Tensor, gate_logits: Tensor, corr_bias: Tensor | None, k
         _checks.bad_value(name, "k", f"at most {num_experts}, the experts of gate_logits", k)
     scores = constant(gate_logits)
     chosen_by = scores if corr_bias is None else scores + corr_bias
-    # Only the choice is wanted, which is made by the values themselves.
+    # Only the choice is needed, which depends on the values themselves.
     ids = calculate_topk(chosen_by, k, False, False, pre_act=False, post_act=True)[1].astype("int32")
     return paddle.index_sample(gate_logits, ids), ids
 

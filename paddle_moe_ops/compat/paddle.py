@@ -79,7 +79,8 @@ def _without_name(function: str, arguments: tuple[Any, ...], keywords: dict[str,
     return arguments[:place]
 
 
-# The code that Paddle's functions get. It runs with the globals of Paddle's module, so it imports what it calls.
+# The code that replaces that of Paddle's functions. It runs with the globals of Paddle's module, so it imports its
+# callees.
 
 
 def _call_moe_permute(*arguments: Any, **keywords: Any) -> Any:
@@ -210,7 +211,7 @@ def unpatch_paddle(families: _Families = _FAMILIES) -> None:
 
 @context_manager
 def patched_paddle(families: _Families = ("permute",)) -> Iterator[None]:
-    """Apply `patch_paddle` inside a ``with`` block; afterwards the state is what it was before.
+    """Apply `patch_paddle` inside a ``with`` block; afterwards the earlier state is restored.
 
     Args:
         families: names of families, as in `patch_paddle`.

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Maps of other packages, made from a plan, and the maps for moving rows, made from those.
+"""Maps of other packages, built from a plan, and the maps that permute rows, built from those.
 
 Maps that are read have one slot per expert: slot e of a token is its expert e.
 """

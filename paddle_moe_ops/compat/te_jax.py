@@ -50,7 +50,7 @@ def token_dispatch(
 
     Args:
         inp: [T, H] or [B, S, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
-        routing_map: bool, integer or float [T, E] or [B, S, E]; what is not 0 is routed.
+        routing_map: bool, integer or float [T, E] or [B, S, E]; entries other than 0 are routed.
         num_out_tokens: the most rows before padding; 0: no rows, padded or not.
         probs: bfloat16, float16 or float32 in the shape of ``routing_map``, or None.
         align_size: every expert's segment is padded to a multiple of this many rows, at least 1; None: no padding.
@@ -180,7 +180,7 @@ def routing_map_to_selected_experts(sparse_probs: Tensor, routing_map: Tensor, t
 
     Args:
         sparse_probs: [T, E] float.
-        routing_map: bool, integer or float [T, E]; what is not 0 is routed.
+        routing_map: bool, integer or float [T, E]; entries other than 0 are routed.
         topk: K, at most E.
 
     Returns:
@@ -210,7 +210,7 @@ def routing_map_to_selected_experts(sparse_probs: Tensor, routing_map: Tensor, t
 def compute_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Tensor, shard_id: int | Tensor, num_expert_shards: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute what a rank sends and receives when tokens go to the ranks of their experts.
+    """Compute a rank's send and receive sizes for the dispatch of tokens to the ranks of their experts.
 
     No host synchronisation, no gradient.
 
@@ -236,7 +236,7 @@ def compute_ragged_all_to_all_params(
 def compute_reverse_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Tensor, shard_id: int | Tensor, num_expert_shards: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute what a rank sends and receives on the way back, when ranks return what they received.
+    """Compute a rank's send and receive sizes for the combine, in which ranks return the received rows.
 
     No host synchronisation, no gradient. Arguments, results and errors are those of `compute_ragged_all_to_all_params`.
     """
@@ -254,7 +254,7 @@ def local_permute_after_a2a(
     Differentiable in ``x_recv`` (not float8). No host synchronisation.
 
     Args:
-        x_recv: [R, H] received rows; those after the last one received stay where they are.
+        x_recv: [R, H] received rows; rows after the last received one keep their places.
         all_shards_tokens_per_expert: int32 or int64 [P, E].
         shard_id: this rank, an int or a 0-D int tensor.
         num_expert_shards: P; it divides E.
@@ -271,7 +271,7 @@ def local_permute_after_a2a(
     counts = _checked_counts(name, all_shards_tokens_per_expert, shard_id, num_expert_shards)
     shards, local = num_expert_shards, counts.shape[1] // num_expert_shards
     mine = _line(counts.reshape([shards, shards, local]).transpose([1, 0, 2]), shard_id)
-    # chunk s * local + e holds what rank s sent for expert e
+    # chunk s * local + e contains the rows that rank s sent for expert e
     chunks = numbers_of(mine.flatten())
     order = chunks.reshape([shards, local]).transpose([1, 0]).flatten()
     back = chunks.reshape([local, shards]).transpose([1, 0]).flatten()
@@ -324,7 +324,7 @@ def _two_dimensional(function: str, argument: str, value: Any, dtypes: Any, colu
 
 
 def _by_token(function: str, argument: str, value: Any, inp: Tensor, columns: int | str) -> Tensor:
-    """Check the shape of a matrix that belongs to the tokens of ``inp``, and make it a matrix [T, columns].
+    """Check the shape of a matrix that belongs to the tokens of ``inp``, and return it as a matrix [T, columns].
 
     If both have batches of sequences, both sizes must agree, not only their product, the number of tokens.
     """

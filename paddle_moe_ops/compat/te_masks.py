@@ -61,7 +61,7 @@ def check_scale(function: str, scale: Any, inp: Tensor) -> None:
 
 
 def move(inp: Tensor, maps: Any, scale: Tensor | None, rows_by: RowMaps | None = None) -> tuple[Tensor, Tensor | None]:
-    """Rows, and scales by row; a scale of the whole tensor stays what it is.
+    """Rows, and scales by row; a scale of the whole tensor is unchanged.
 
     Args:
         inp: the tokens.

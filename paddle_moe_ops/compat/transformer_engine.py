@@ -130,7 +130,7 @@ def unpermute_with_mask_map(
     num_experts: int,
     hidden_size: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum each token's rows, and bring values of rows back to their pairs.
+    """Sum each token's rows, and unpermute values of rows to their pairs.
 
     Returns:
         output [T, H], unpermuted_probs [T, E] or None.

@@ -17,7 +17,7 @@ from .arithmetic import round_float64
 __all__ = ["ACTIVATIONS", "activate", "activation_factors", "swiglu"]
 
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "swiglu_oai")
-_ALPHA, _LIMIT = 1.702, 7.0  # of gpt_oss
+_ALPHA, _LIMIT = 1.702, 7.0  # constants of gpt_oss
 
 _TANH_SCALE, _TANH_CUBE = math.sqrt(2 / math.pi), 0.044715
 _erf = np.vectorize(math.erf, otypes=[np.float64])

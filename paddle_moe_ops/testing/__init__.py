@@ -2,6 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the operators, shipped with the package so that an installation can be checked in place.
 
-`routing` draws the routings that occur, `equality` compares bits, `tolerances` says how far sums in another order
-may be off, `selftest` is ``python -m paddle_moe_ops selftest``.
+`routing` draws the routings that occur, `equality` compares bits, `tolerances` bounds the error of sums in another
+order, `selftest` is ``python -m paddle_moe_ops selftest``.
 """

@@ -99,7 +99,7 @@ GENERATORS: dict[str, Generator] = {
 
 
 def random_probs(rng: np.random.Generator, ids: NDArray) -> NDArray[np.float32]:
-    """float32 [T, K] in (0, 1]: each token's probabilities sum to 1 over its assigned slots, the others hold 0."""
+    """float32 [T, K] in (0, 1]: each token's probabilities sum to 1 over its assigned slots, the others are 0."""
     weights = np.where(ids >= 0, 1.0 - rng.random(ids.shape), 0.0)
     totals = weights.sum(axis=1, keepdims=True)
     return (weights / np.where(totals == 0, 1.0, totals)).astype(np.float32)

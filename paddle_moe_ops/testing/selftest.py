@@ -39,7 +39,7 @@ class Case(NamedTuple):
         return f"T{self.T}-H{self.H}-E{self.E}-K{self.K}-A{self.A}"
 
 
-Check = tuple[str, Callable[[], None]]  # what it looks at; raises AssertionError where results differ
+Check = tuple[str, Callable[[], None]]  # the check; raises AssertionError if results differ
 
 CASES = (Case(T=63, H=72, E=7, K=2), Case(T=257, H=200, E=32, K=8, A=16), Case(T=5, H=1, E=3, K=3, A=4))
 EMPTY = Case(T=0, H=72, E=7, K=2, A=4)

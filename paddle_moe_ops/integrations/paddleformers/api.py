@@ -40,7 +40,7 @@ def supported() -> dict[str, Supported]:
     """List the types of models that `apply` knows; PaddleFormers need not be installed.
 
     Returns:
-        what is replaced, by the name that `apply` takes, which is PaddleFormers' ``model_type``.
+        the replaced methods by the name for `apply`, which is PaddleFormers' ``model_type``.
     """
     return {name: Supported(tuple(target.path for target in model.targets), VERSIONS) for name, model in MODELS.items()}
 
@@ -63,7 +63,7 @@ def apply(name_or_model: str | nn.Layer, *, compute: str | None = None) -> Repor
             without biases, in stacked matrices or in plain linear layers with the gate in that of the up projection.
 
     Returns:
-        what was patched, and what was left and why.
+        the patched methods, and the unchanged ones with the reason.
 
     Raises:
         TypeError: neither a name nor a layer.
@@ -78,7 +78,7 @@ def apply(name_or_model: str | nn.Layer, *, compute: str | None = None) -> Repor
 
 @context_manager
 def applied(name_or_model: str | nn.Layer, *, compute: str | None = None) -> Iterator[Report]:
-    """Apply inside a ``with`` block; afterwards the state is what it was before.
+    """Apply inside a ``with`` block; afterwards the earlier state is restored.
 
     Args:
         name_or_model: as for `apply`.

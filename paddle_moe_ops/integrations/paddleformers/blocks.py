@@ -22,8 +22,8 @@ def replacement(problem: Problem) -> Callable[[Callable[..., Any]], Callable[...
     """Make a function the replacement of a method.
 
     Args:
-        problem: says why a layer cannot be run by the replacement, or None. It is asked before each call: where a class
-            is patched, layers are made later.
+        problem: says why a layer cannot be run by the replacement, or None. It runs before each call: layers of a
+            patched class may be constructed later.
 
     Returns:
         a decorator. The decorated method has the attribute ``problem``.

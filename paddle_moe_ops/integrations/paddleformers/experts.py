@@ -98,7 +98,7 @@ def run_modules(
     Args:
         experts: E layers.
         x: tokens [T, H].
-        plan: where their rows are.
+        plan: their rows.
         weights: of each slot, [T, K].
         idle_gradients: whether the parameters of an expert without tokens get a gradient, which is 0, or none.
         compute: the options of `apply`.

@@ -35,10 +35,10 @@ def experts_of_rank(experts: Sequence[nn.Layer | None], parallel: ExpertParallel
 
 
 def run_over_ranks(block: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Give each token [T, H] to its experts on all ranks, and add up what they make of it.
+    """Run each token [T, H] through its experts on all ranks, and add up the expert outputs.
 
-    A rank's sum for a token is rounded to the dtype of ``x`` and travels. An expert without tokens from any rank gets a
-    gradient of 0: without one, a rank without tokens would have no part in the exchange of gradients.
+    A rank's sum for a token is rounded to the dtype of ``x`` before it is sent. An expert without tokens from any rank
+    gets a gradient of 0: without one, a rank without tokens would have no part in the exchange of gradients.
     """
     parallel = parallel_of(block.moe_group, len(block.experts))
     received = parallel.dispatch(x, ids, weights.astype("float32"))
