@@ -7,11 +7,11 @@
     done
 
 Each part has a result of its own in benchmarks/results/integrations. A line of ``blocks`` is one block, forward and
-backward in float32: milliseconds (medians, minima and maxima of samples that take turns), the most MiB that a pass
-allocates beyond what was there, and the largest differences of the output, and of a gradient, each relative to the
-largest magnitude. A line of ``losses`` is the training of a tiny model. ERNIE-4.5-MoE before is PaddleFormers' code on
-the stand-ins of tests/integrations/kernels.py, since Paddle has no CPU kernels for it. ``example`` is what
-examples/pretrain_ernie45_moe.py prints. With ``--no-run`` the page is written anew from a result that is there.
+backward in float32: milliseconds (medians, minima and maxima of interleaved samples), the most MiB that a pass
+allocates in addition, and the largest differences of the output, and of a gradient, each relative to the largest
+magnitude. A line of ``losses`` is the training of a tiny model. ERNIE-4.5-MoE before is PaddleFormers' code on the
+stand-ins of tests/integrations/kernels.py, since Paddle has no CPU kernels for it. ``example`` is the output of
+examples/pretrain_ernie45_moe.py. With ``--no-run`` the page is rewritten from an existing result.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
     python3 -m benchmarks.public_calls --device gpu:0 --out benchmarks/results/h200-public-calls.jsonl --commit COMMIT
 
 A line per operation and model has the microseconds of a call, with all that it allocates: calls follow each other, and
-what they take together is divided by their number. A line per operation with "host" has the microseconds until a call
-returns, without a gradient, of one that keeps what a gradient needs, and of the backward pass. Each has the median, the
-least and the most of all samples. Inputs are small there, so that the device is never far behind.
+their total time is divided by their number. A line per operation with "host" has the microseconds until a call returns,
+without a gradient, of one that keeps what a gradient needs, and of the backward pass. Each has the median, the least
+and the most of all samples. Inputs are small there, so that the device is never far behind.
 """
 
 from __future__ import annotations

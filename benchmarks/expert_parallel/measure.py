@@ -117,7 +117,7 @@ class Rank:
     def copies(self) -> None:
         """The driver's own copy of as many bytes to the next rank."""
         page, group = granularity(self.ids.place), self.group
-        most = self._bytes([self.tokens] * group.nranks)  # the ranks' own bytes differ, but not the size of a window
+        most = self._bytes([self.tokens] * group.nranks)  # own bytes differ between ranks, buffers do not
         region = -(-most // page) * page
         views = allocate(group, self.ids, BufferShape(region, group.nranks, region, paddle.uint8))
         target = views.peers.data_ptr() + (group.rank + 1) % group.nranks * region
@@ -176,7 +176,7 @@ class Rank:
         self.timed("alltoall_single", exchange_tokens, self.crossing, transport="alltoall")
 
     def trained(self) -> list[Any]:
-        """x, probs, and the matrices of this rank's experts, all of which want gradients."""
+        """x, probs, and the matrices of this rank's experts, all of which require gradients."""
         shape = self.shape
         gate_up = self.random([self.experts, shape.hidden, 2 * shape.inner], shape.hidden**-0.5)
         down = self.random([self.experts, shape.inner, shape.hidden], shape.inner**-0.5)
@@ -186,7 +186,7 @@ class Rank:
         return trained
 
     def start_together(self, queued: float) -> None:
-        """Let the ranks begin what follows at the same time, and after the host has queued it, which takes seconds."""
+        """Start the ranks' next work at the same time, and after the host has queued it, which takes seconds."""
         self.stream.delay(1.5e6 * queued + 2000)
         paddle.distributed.all_reduce(self.one)
 

@@ -47,7 +47,7 @@ class GpuStream:
         )
 
     def delay(self, microseconds: float) -> None:
-        """Keep the GPU busy, so that what follows is queued before it begins."""
+        """Keep the GPU busy, so that later work is queued before it starts."""
         for _ in range(int(microseconds / _US_OF_DELAY) + 1):
             self._call("cuMemsetD8Async", self._delay, 0, ctypes.c_size_t(_DELAY_BYTES), self._stream)
 
@@ -76,7 +76,7 @@ class GpuStream:
 
 
 class HostStream:
-    """The same on a CPU, where work is done when a call returns."""
+    """The same on a CPU, whose calls return when their work is done."""
 
     def copy(self, target: int, source: int, size: int) -> None:
         ctypes.memmove(target, source, size)

@@ -45,7 +45,7 @@ class _Recorder:
         self._passing, self._stage = "", ""
 
     def enter(self, passing: str, stage: str) -> None:
-        """Say what the steps that follow belong to."""
+        """Set the pass and the stage of the following steps."""
         self._passing, self._stage = passing, stage
 
     def begin(self, stage: str | None, step: str) -> None:
@@ -81,7 +81,7 @@ class _Recorder:
 
 @contextlib.contextmanager
 def _watched(recorder: _Recorder) -> Iterator[None]:
-    """Have a recorder mark the steps of exchanges, and where they wait for routing."""
+    """Have a recorder mark the steps of exchanges, and their waits for routing."""
     with contextlib.ExitStack() as patches:
         for module in (peer, rendezvous, symmetric_memory):
             patches.enter_context(mock.patch.object(module, "direct", recorder.watching(module.direct)))

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The table and the picture of what ``python3 -m benchmarks.expert_parallel --timeline`` recorded."""
+"""The table and the picture of the record of ``python3 -m benchmarks.expert_parallel --timeline``."""
 
 from __future__ import annotations
 

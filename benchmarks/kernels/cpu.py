@@ -32,7 +32,7 @@ from .shapes import Operation
 
 __all__ = ["CpuDevice"]
 
-_SECONDS_PER_TURN = 1.5  # a turn ends here, with one sample at least: some peers take seconds
+_SECONDS_PER_TURN = 1.5  # a round ends, with one sample at least: some peers take seconds
 _POISON = 0xA5
 _ASSUMED_CACHE_BYTES = 32 << 20
 
@@ -124,7 +124,7 @@ class CpuDevice:
         return samples
 
     def probe(self, operation: Operation, problem: Problem, samples: int) -> tuple[str, float] | None:
-        """None: the copy of as many bytes is an implementation here, measured in turns with the others."""
+        """None: on a CPU the copy of as many bytes is an implementation, interleaved with the others."""
         return None
 
     def published(self, empty: Row, copy_gbps: float) -> list[tuple[str, float, str]]:

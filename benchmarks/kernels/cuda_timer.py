@@ -68,7 +68,7 @@ class CudaTimer:
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         launch()
         for start, end in events:
-            if cold:  # by reading: what a write leaves in the cache would be written to memory during the sample
+            if cold:  # by reading: dirty lines of a write would be written back to memory during the sample
                 torch.sum(self.scratch, dim=0, out=self.sum)
             else:
                 torch.cuda._sleep(_SPIN_CYCLES)

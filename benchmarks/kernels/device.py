@@ -35,10 +35,10 @@ class Body(NamedTuple):
     """One call, ready to run.
 
     Attributes:
-        run: Enqueues the call and returns what it writes, by name.
+        run: Enqueues the call and returns its outputs, by name.
         exactness: How sums are compared.
         note: What a reader of the result must know.
-        results: Brings what the call writes into the names and layouts that the check knows; not timed.
+        results: Converts the call's outputs to the names and layouts of the check; not timed.
     """
 
     run: Callable[[], Outputs]
@@ -114,7 +114,7 @@ class Device(Protocol):
         """Bring a body into the form that is timed."""
 
     def check(self, operation: Operation, inputs: Any, captured: Captured, body: Body) -> str | None:
-        """Spoil the outputs, launch, compare with the oracle; what differs, or None."""
+        """Overwrite the outputs, launch, and compare with the oracle; the difference, or None."""
 
     def sample(self, captured: Captured, count: int, cold: bool) -> list[float]:
         """Microseconds of ``count`` launches."""

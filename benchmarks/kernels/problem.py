@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The routing of a case, and the plan that the oracle makes of it: what every implementation must reproduce."""
+"""The routing of a case, and the oracle's plan of it, which every implementation must reproduce."""
 
 from __future__ import annotations
 

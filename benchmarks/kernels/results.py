@@ -158,7 +158,7 @@ def load_run(path: Path) -> Run:
             raise ValueError(f"{path}, line {number}: unknown fields {', '.join(sorted(set(record) - names))}")
     if not machines:
         raise ValueError(f"{path}: the first line must describe the machine, but there is no such line")
-    # The line written when a run ends repeats the first one and adds what is known only then.
+    # The last line of a run repeats the first one and adds the facts that are known only at the end.
     return Run({key: value for machine in machines for key, value in machine.items()}, rows, path)
 
 

@@ -53,7 +53,7 @@ class _Candidate:
 class Runner:
     """Measures implementations on a device whose copies run at ``copy_gbps``.
 
-    An implementation whose result differs from the oracle's is not timed: its row says what differs.
+    An implementation whose result differs from the oracle's is not timed: its row describes the difference.
     """
 
     device: Device
@@ -137,7 +137,7 @@ class Runner:
 
 
 def empty_row(operation: Operation, problem: Problem) -> Row:
-    """A row that says what is measured, and nothing yet about by whom, how, and how fast."""
+    """A row of the measured case, without implementation, mode and times."""
     case = problem.case
     return Row(
         op=operation.op,

@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """An operator and the variant of it that is measured; ``key`` is what filters and tables call it."""
+    """An operator and its measured variant; ``key`` is its name in filters and tables."""
 
     op: str
     variant: str
@@ -128,7 +128,7 @@ def cases_of(
     alignments: Sequence[int] = (),
     fills: Sequence[bool] = (),
 ) -> list[Case]:
-    """The cases of a set, narrowed to some shapes, with other routings, alignments or fills where these are given.
+    """The cases of a set, narrowed to some shapes, with other routings, alignments or fills if these are passed.
 
     Args:
         set_name: A key of SETS.

@@ -42,7 +42,7 @@ class TensorInputs(Inputs):
         return self._by_expert(self.probs)
 
     def _by_expert(self, by_slot: torch.Tensor) -> torch.Tensor:
-        """[T, E] of [T, K], 0 where no slot names the expert."""
+        """[T, E] of [T, K], 0 if no slot names the expert."""
         tokens, experts = len(by_slot), self.problem.plan.num_experts
         ids = self.ids.long()
         wide = torch.zeros(tokens, experts + 1, dtype=by_slot.dtype, device=self.device)

@@ -7,7 +7,7 @@ r"""Checks and times layers of experts on an NVIDIA GPU with PyTorch; Paddle is 
 
 A line of the result is one implementation of one shape and routing, in one mode ("eager" calls, or replays of a CUDA
 "graph"): medians, minima and maxima of forward and backward passes with a cold L2 in microseconds, TFLOP/s of the
-median (6 T K d n and 12 T K d n operations), launches where they are known, bytes that are kept between the passes, and
+median (6 T K d n and 12 T K d n operations), launches if known, bytes that are kept between the passes, and
 the most that either pass needs besides its operands and results. The router is not included. An implementation whose
 result or whose gradient of the probabilities is wrong gets a line with "error" and is not timed.
 """
@@ -93,7 +93,7 @@ def eager(passes: Passes) -> Calls:
 
 
 def captured(passes: Passes) -> Calls:
-    """Each pass as a CUDA graph; the second reads what the first keeps."""
+    """Each pass as a CUDA graph; the second reads tensors that the first keeps."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -152,7 +152,7 @@ def lines(
                 error = wrong(inputs, passes, most_error)
                 if error is None:
                     line |= memory(passes, shape.row_bytes() // shape.topk)
-            except Exception as failure:  # what a peer asks for differs between versions, and so does the memory
+            except Exception as failure:  # a peer's requirements differ between versions, and so does its memory
                 error = text_of(failure)
             if error is not None:
                 yield {**line, "error": error}

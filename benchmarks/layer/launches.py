@@ -5,7 +5,7 @@
     python3 -m benchmarks.layer.launches --shape dsv3-4k --core-library libpmo_core.so --out launches.jsonl
 
 Without a library, Triton runs all GEMMs. A line for each launch, in their order: the pass, the part of it, and the
-operations of its matrix product.
+operations of its GEMM.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ class Source(NamedTuple):
 
     Attributes:
         name: of the column.
-        gpu: what they were measured on.
+        gpu: the measured GPU.
         text: how they came about.
         figures: forward and backward by shape.
     """

@@ -105,7 +105,7 @@ class Exchanges:
     def _through_domains_us(self, step: Step) -> float:
         """Over the network once for each domain, to the rank in the same place there, which hands it on by NVLink.
 
-        Both happen at once, piece by piece.
+        Both overlap, piece by piece.
         """
         layout = self.traffic.layout
         if layout.domains == 1:
@@ -151,7 +151,7 @@ class Exchanges:
         return self.machine.nccl.us + self._network_us(step) + waiting
 
     def _narrowing_us(self, step: Step) -> float:
-        """Tokens become float8 before they travel, and bfloat16 where they arrive; nothing if they do not."""
+        """Time to quantise sent tokens to float8 and to dequantise received ones to bfloat16; 0 without float8."""
         if step.row_bytes == self.row_bytes:
             return 0.0
         lines = step.lines.sum(1).max(), step.lines.sum(0).max()

@@ -18,7 +18,7 @@ from .traffic import Traffic, steps
 __all__ = ["CHUNKS", "Pass", "Prediction", "best_overlap", "gradient_us", "overlapped", "pipeline", "predict"]
 
 CHUNKS = (1, 2, 4, 8)
-# The share of a GPU that exchanges leave to products while both run: DeepEP's V1 takes 24 of 132 multiprocessors.
+# The share of a GPU that exchanges leave to GEMMs while both run: DeepEP's V1 takes 24 of 132 multiprocessors.
 _LEFT_TO_PRODUCTS = 108 / 132
 
 
@@ -79,7 +79,7 @@ def predict(
     payload: str = "bf16",
     capacity: int | None = None,
 ) -> Prediction:
-    """Predict a layer whose exchanges do not overlap with its products, as the package runs it.
+    """Predict a layer whose exchanges do not overlap with its GEMMs, as the package runs it.
 
     Args:
         machine: numbers of GPUs and links.
@@ -115,8 +115,8 @@ def overlapped(
 ) -> Prediction:
     """Predict a layer that runs its tokens in chunks, so that a chunk's exchange overlaps another's GEMMs.
 
-    The package does not do that yet. Every chunk pays for launches, routing and tiles that are not full. While both run
-    the products have the multiprocessors that exchanges leave.
+    The package does not do that yet. Every chunk pays for launches, routing and tiles that are not full. While both
+    run, GEMMs have the multiprocessors that exchanges leave.
     """
     whole = predict(machine, shape, traffic, transport=transport, payload=payload)
     if chunks == 1:
@@ -135,7 +135,7 @@ def overlapped(
 
 
 def pipeline(dispatch: float, products: float, combine: float, chunks: int) -> float:
-    """When the last chunk is back, if exchanges follow each other and so do products.
+    """End of the last chunk's combine, if exchanges run in sequence and so do GEMMs.
 
     A chunk's dispatch goes before the combine of the chunk before it.
     """

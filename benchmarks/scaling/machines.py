@@ -84,11 +84,11 @@ class Peer(_Links):
         copy_gbps: speed of the driver's copy, each way.
         copy_us: its fixed time.
         gbps: speed of the kernels that move rows, each way.
-        dispatch_us: routing, maps and the barrier of a dispatch, but for what `Local.slot_us` counts.
+        dispatch_us: routing, maps and the barrier of a dispatch, without the time in `Local.slot_us`.
         combine_us: the barrier and the launches of a combine.
         sum_gbps: speed of adding up a token's rows, bytes read and written; infinite if the link hides it.
-        keep_gbps: the same where what arrived is copied.
-        several: the share of ``gbps`` that is left where a rank writes to more than one other.
+        keep_gbps: the same if received rows are copied.
+        several: the remaining share of ``gbps`` if a rank writes to more than one other.
     """
 
     copy_gbps: float
@@ -160,8 +160,8 @@ class Machine:
     Attributes:
         name: GPU.
         local: within one.
-        forward: the products of a forward pass.
-        backward: the products of a backward pass.
+        forward: the GEMMs of a forward pass.
+        backward: the GEMMs of a backward pass.
         peer: ranks of one domain, by shared memory.
         nccl: ranks of one domain, by NCCL.
         network: between domains.

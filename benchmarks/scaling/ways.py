@@ -56,9 +56,9 @@ MACHINE = 8  # GPUs that can reach each other's memory with transport="peer"
 DOMAINS = (8, 72)
 GPUS = (8, 16, 64, 256, 512, 2048)
 MICRO_BATCHES = 8  # passes of a layer for each step of the optimiser
-EXACT_MAY_COST = 0.05  # a difference that the model cannot tell from none
+EXACT_MAY_COST = 0.05  # a difference within the model's error
 ROUTINGS = ("even", "zipf", "demo")
-_SOURCES = 8  # ranks whose tokens are drawn, where they have many; with more ranks they repeat
+_SOURCES = 8  # ranks whose tokens are drawn, if they have many; with more ranks they repeat
 
 
 class Way(NamedTuple):
@@ -153,7 +153,7 @@ class Predictor:
         self._trace = functools.cache(self._make_trace)
 
     def on(self, machine: Machine) -> Predictor:
-        """The same on another machine; what travels does not depend on it."""
+        """The same on another machine; the traffic does not depend on it."""
         other = Predictor(machine, self.recorded)
         other.traffic = self.traffic
         return other

@@ -14,11 +14,11 @@ matrices of SwiGLU experts (H -> 2 I, stored [E, 2 I, H]) and their second ones 
     gathered_in_load     the same, rows gathered while they are loaded, whatever the GPU
     dw_gathered[_in_load] the gradient of the first matrices from tokens, in the same two ways
     second               rows times the second matrices
-    weighted             the same, each row of the product times its weight
+    weighted             the same, each row of the result times its weight
     weighted_backward    the gradients of rows, matrices and weights; configurations are those of the rows
     dx_n, forward_n      with matrices stored the other way round
 
-Every result is compared with a float32 product of some experts, and with itself run again, before it is timed; a line
+Every result is compared with a float32 GEMM of some experts, and with itself run again, before it is timed; a line
 with "error" has no time. A time is the median of calls with a cold L2, next to its minimum and maximum; "of_torch" is
 PyTorch's time over it.
 Configurations are compiled by other processes first, which share Triton's cache on disk.
@@ -73,7 +73,7 @@ _FIRST = [
     GemmConfig(128, 256, 64, 8, 3, 8, 1, tma=False),
     GemmConfig(128, 128, 64, 8, 3, 4, 2, tma=True),
 ]
-# For gradients of matrices instead, where the tile that is stored takes shared memory of its own.
+# For wgrad, whose stored tile needs shared memory of its own.
 _FOR_WEIGHTS = [
     GemmConfig(128, 256, 64, 8, 3, 8, 1, tma=True),
     GemmConfig(128, 256, 64, 8, 3, 8, 1, tma=False),
@@ -296,13 +296,13 @@ def difference(i: Inputs, operation: Operation, made: Outputs) -> str | None:
 
 
 def wrong_result(inputs: Inputs, operation: Operation, config: GemmConfig | None) -> str | None:
-    """Runs it twice; what is wrong, or None."""
+    """Runs it twice; the error as a text, or None."""
     try:
         made, again = operation.ours(config), operation.ours(config)
         wrong = difference(inputs, operation, made)
         if wrong is None and not all(torch.equal(made[each], again[each]) for each in made):
             wrong = "another run gives other bits"
-    except Exception as error:  # a configuration that asks for too much of the GPU
+    except Exception as error:  # a configuration that exceeds the GPU's resources
         wrong = text_of(error)
     return wrong
 
@@ -319,7 +319,7 @@ def lines(shape: str, names: list[str], everything: bool, samples: int) -> Itera
         try:
             operation.torchs()
             measured.append((line, operation.torchs))
-        except Exception as error:  # what it asks of strides differs between versions
+        except Exception as error:  # its requirements on strides differ between versions
             yield {**line, "error": text_of(error)}
         for config in configs_of(name, everything):
             line = {"op": name, "shape": shape, "impl": "triton", "config": config and list(config)}
