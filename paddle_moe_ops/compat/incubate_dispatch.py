@@ -5,7 +5,7 @@
 Names, arguments and results are those of Paddle's operators. T tokens, E experts, K slots per token, H hidden size. All
 are deterministic, and raise TypeError or ValueError for arguments of the wrong type, dtype, value or shape.
 
-A capacity is given out slot by slot: all tokens' first choices come before all tokens' second choices. A slot that is
+A capacity is assigned slot by slot: all tokens' first choices come before all tokens' second choices. A slot that is
 dropped has weight 0 and index 0, although row 0 belongs to another slot. So slots of weight 0 are read as slots without
 a row.
 """
@@ -200,8 +200,8 @@ def moe_combine(x: Tensor, combine_weights: Tensor, scatter_index: Tensor) -> Te
     """Sum the rows of each token, weighted; in float32, rounded once.
 
     Differentiable in ``x`` and ``combine_weights``, whose gradient has their own shape. Slots of weight 0 take no part:
-    neither they nor their rows get a gradient. Slots may share a row, whose gradient is the sum over them; where three
-    or more do, a GPU adds these gradients in no fixed order. Host synchronisation: on a GPU one outside of graphs, to
+    neither they nor their rows get a gradient. Slots may share a row, whose gradient is the sum over them; if three or
+    more do, a GPU adds these gradients in no fixed order. Host synchronisation: on a GPU one outside of graphs, to
     learn whether slots share rows. In that case, and in a graph, rows are copied for each slot in float32.
 
     Args:
@@ -305,7 +305,7 @@ def _ranks_by_slot(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def _known_slots(ids: Tensor) -> int:
-    """T*K, which saves routing a synchronisation, or -1 where a graph does not know it."""
+    """T*K, which saves routing a synchronisation, or -1 if a graph does not know it."""
     return ids.shape[0] * ids.shape[1] if ids.shape[0] >= 0 else -1
 
 
@@ -314,7 +314,7 @@ def _slots_of(ids: Tensor) -> int | Tensor:
 
 
 def _of_experts(values: Tensor, ids: Tensor) -> Tensor:
-    """The value [E] of each slot's expert [T, K]; that of expert 0 where there is none."""
+    """The value [E] of each slot's expert [T, K]; that of expert 0 if there is none."""
     return paddle.gather(values, ids.clip(min=0).flatten()).reshape(ids.shape)
 
 

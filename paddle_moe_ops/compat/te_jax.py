@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of `paddle_moe_ops.dispatch`, which says what they have in common."""
+"""The functions of `paddle_moe_ops.dispatch`, whose docstring describes their common rules."""
 
 from __future__ import annotations
 
@@ -221,7 +221,8 @@ def compute_ragged_all_to_all_params(
 
     Returns:
         input_offsets, send_sizes, output_offsets and recv_sizes, each [P] in the dtype of the counts: for each rank the
-        first row that is sent to it, how many are, where they begin in its buffer, and how many rows come from it.
+        first row that is sent to it, their number, their first row in its buffer, and the number of rows received from
+        it.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.

@@ -12,8 +12,7 @@ from ..backends.experts import make_default
 
 
 def set_is_first_microbatch(model: nn.Layer) -> int:
-    """Have the layers of a model quantise their experts' matrices in their next call, and keep them until this is
-    repeated.
+    """Quantise the experts' matrices of a model's layers in their next call, and keep them until this is called again.
 
     It affects layers whose ``compute`` is ``"fp8_1x128"``, and blocks of PaddleFormers after ``apply(model,
     compute="fp8_1x128")``, which have no argument for it. Call it at the start of each step of the optimizer, and after
