@@ -41,7 +41,7 @@ def held_out_loss(compute: str | None, seed: int, steps: int) -> float:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """The part of a page that says what was measured."""
+    """The part of a page that describes the measurement."""
     first, *rows = lines
     found = {(row["form"], row["seed"]): row["loss"] for row in rows}
     seeds = sorted({seed for _, seed in found})

@@ -7,11 +7,11 @@
     done
 
 Each part has a result of its own in benchmarks/results/integrations. A line of ``blocks`` is one block, forward and
-backward in float32: milliseconds (medians, minima and maxima of samples that take turns), the most MiB that a pass
-allocates beyond what was there, and the largest differences of the output, and of a gradient, each relative to the
-largest magnitude. A line of ``losses`` is the training of a tiny model. ERNIE-4.5-MoE before is PaddleFormers' code on
-the stand-ins of tests/integrations/kernels.py, since Paddle has no CPU kernels for it. ``example`` is what
-examples/pretrain_ernie45_moe.py prints. With ``--no-run`` the page is written anew from a result that is there.
+backward in float32: milliseconds (medians, minima and maxima of interleaved samples), the most MiB that a pass
+allocates in addition, and the largest differences of the output, and of a gradient, each relative to the largest
+magnitude. A line of ``losses`` is the training of a tiny model. ERNIE-4.5-MoE before is PaddleFormers' code on the
+stand-ins of tests/integrations/kernels.py, since Paddle has no CPU kernels for it. ``example`` is the output of
+examples/pretrain_ernie45_moe.py. With ``--no-run`` the page is rewritten from an existing result.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def results(block: Any, x: Any, weights: Any) -> tuple[dict[str, np.ndarray], di
 
 
 def peak_mib(block: Any, x: Any, weights: Any) -> float:
-    """What a pass allocates at most, its gradients included."""
+    """The peak allocation of a pass in MiB, its gradients included."""
     import paddle
 
     clear(block, x)
@@ -141,7 +141,7 @@ def train_both(case: str) -> dict[str, Any]:
 
 
 def run_example() -> Iterator[dict[str, Any]]:
-    """What the example prints unpatched, in one process and in two, without what Paddle and PaddleFormers print."""
+    """The example's own output without patches, in one process and in two."""
     launch = "PADDLE_DISTRI_BACKEND=gloo python -m paddle.distributed.launch --nproc_per_node 2"
     own = "step ", "1 process ", "2 processes ", "held-out ", "the same ", "PASSED", "PaddleFormers' own "
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -153,7 +153,7 @@ def run_example() -> Iterator[dict[str, Any]]:
 
 
 def machine() -> dict[str, Any]:
-    """Where and when it ran."""
+    """The machine and the date of a run."""
     import paddle_moe_ops.integrations.paddleformers as pf
 
     return {
@@ -218,7 +218,7 @@ def table_of_losses(lines: list[dict[str, Any]]) -> str:
 
 
 def text_of_example(lines: list[dict[str, Any]]) -> str:
-    """What the example printed."""
+    """The section with the example's output."""
     facts, *runs = lines
     blocks = ["\n".join(["```text", f"$ {run['command']}", *run["lines"], "```"]) for run in runs]
     return "\n\n".join([f"{where(facts)}:", *blocks])
@@ -251,7 +251,7 @@ def run_losses() -> Iterator[dict[str, Any]]:
 
 
 def cases() -> list[str]:
-    """The models, by their names in tests/integrations/models.py, with what they need on a CPU."""
+    """The names of the models in tests/integrations/models.py that run on a CPU."""
     import pytest
 
     from tests.integrations import kernels, stubs

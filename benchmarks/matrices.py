@@ -4,10 +4,10 @@
 
     python -m benchmarks.matrices --out benchmarks/results/integrations/cpu-2core-matrices.jsonl --page docs/training.md
 
-A layer of SwiGLU experts, forward and backward in float32, minima of samples that take turns. Each form runs twice: as
-the C library hands out memory by default, and where it asks for large pages (``GLIBC_TUNABLES``), in a process of its
-own. The loop over experts is what a model without this package does with matrices of its own. With ``--no-run`` the
-page is written anew from a result that is there.
+A layer of SwiGLU experts, forward and backward in float32, minima of interleaved samples. Each form runs twice: with
+the C library's default allocation, and with large pages (``GLIBC_TUNABLES``), in a process of its own. The loop over
+experts stands for a model without this package that has separate matrices. With ``--no-run`` the page is rewritten from
+an existing result.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FORMS = {
 
 
 def forms() -> tuple[dict[str, Callable[[], Any]], list[Any], Any]:
-    """What runs each form forward, the tensors that get gradients, and the gradient of the result."""
+    """The forward call of each form, the tensors with gradients, and the gradient of the result."""
     import paddle
 
     from paddle_moe_ops import moe_mlp, permute, route, unpermute
@@ -127,7 +127,7 @@ def run(out: Path, rounds: int) -> None:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """The part of a page that says what was measured."""
+    """The part of a page that describes the measurement."""
     facts, *rows = lines
     text = [
         f"T {facts['tokens']}, H {facts['hidden']}, I {facts['inner']}, E {facts['experts']}, K {facts['topk']}, "

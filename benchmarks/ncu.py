@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-r"""What bounds the kernels: hardware counters of single launches, read by Nsight Compute (`ncu`).
+r"""Bottlenecks of the kernels: hardware counters of single launches, read by Nsight Compute (`ncu`).
 
     python3 -m benchmarks.ncu --core-library libpmo_core.so --out benchmarks/results/ncu/h200.jsonl
     python3 -m benchmarks.ncu --ops 'gemm:*' --out benchmarks/results/ncu/h200-grouped-gemm.jsonl
@@ -12,7 +12,7 @@ Every case is one eager call of the benchmark under `ncu`, whose caches are empt
 are calls of `benchmarks/sweeps/grouped_gemm.py`, in one process, and those of `layer:*` both passes of a layer, by
 `benchmarks/layer/launches.py`. `gemm:*` needs no library, and layers run without one, too. A line per kernel, in
 layers per part of a pass: time, bytes that DRAM read and wrote, the least bytes of the operation, throughputs in
-percent of the peak, and what its warps waited for, in cycles per issued instruction.
+percent of the peak, and the stalls of its warps, in cycles per issued instruction.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ METRICS = {
     "issue_percent": ("sm__inst_issued.avg.pct_of_peak_sustained_active", 1),
     **{f"stall_{name}": (metric, 1) for name, metric in STALLS.items()},
 }
-# Of products; the stall exists on Hopper only.
+# Counters of GEMMs; the stall exists on Hopper only.
 GEMM_METRICS = {
     **METRICS,
     "tensor_percent": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed", 1),
@@ -57,7 +57,7 @@ GEMM_METRICS = {
     "bank_write_percent": ("l1tex__data_bank_writes.avg.pct_of_peak_sustained_elapsed", 1),
     "mhz": ("sm__cycles_elapsed.avg.per_second", 1e-6),
 }
-# Operation, shape, kernel: what misses its target, and what reaches it, to compare with.
+# Operation, shape, kernel: cases that miss their target, and cases that reach it, to compare with.
 CASES = (
     ("route:maps", "paddle-production", "fused"),
     ("route_permute:bf16", "tileops-32", "few_slots"),
@@ -82,7 +82,7 @@ CASES = (
     ("unpermute_backward:weighted", "paddle-production", "token_backward"),
 )
 
-# What several launches have together; of other counters the average over the time counts.
+# Counters that are added up over several launches; others are averaged over the time.
 ADDED = ("us", "dram_read_mb", "dram_write_mb")
 
 LAYER = "layer:"
@@ -99,7 +99,7 @@ GEMM_CASES = {"forward": "grouped_gemm", "gathered_in_load": "grouped_gemm", "dw
 def counters(
     arguments: list[str], kernel: str, launches: slice, metrics: dict[str, tuple[str, float]], folder: Path
 ) -> tuple[list[dict], list[dict]]:
-    """What a program of Python wrote to its result file, and the counters of these launches of kernels."""
+    """The contents of a Python program's result file, and the counters of these kernel launches."""
     first, result = launches.start or 0, folder / "result.jsonl"
     wanted = ",".join(metric for metric, _ in metrics.values())
     command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
@@ -120,7 +120,7 @@ def counters(
 
 
 def profile(operation: str, shape: str, kernel: str, core_library: Path, folder: Path) -> tuple[dict, list[dict]]:
-    """The benchmark's own machine line, and what the second launch of the kernel in it did."""
+    """The benchmark's own machine line, and the counters of the kernel's second launch in it."""
     bench = ["-m", "benchmarks.kernels", "--device", "cuda", "--shapes", shape, "--ops", operation]
     bench += ["--impl", "core", "--set", "targets", "--no-probes", "--mode", "eager", "--samples", "2", "--rounds", "1"]
     bench += ["--core-library", str(core_library)]
@@ -131,7 +131,7 @@ def profile(operation: str, shape: str, kernel: str, core_library: Path, folder:
 
 
 def profile_gemm(names: list[str], folder: Path) -> tuple[dict, list[dict]]:
-    """The machine line of the sweep, and what the kernel of each operation did; Triton compiles before it launches."""
+    """The sweep's machine line, and the counters of each operation's kernel; Triton compiles before it launches."""
     sweep = ["-m", "benchmarks.sweeps.grouped_gemm", "--once", "--shapes", GEMM_SHAPE, "--ops", *names]
     kernels = "|".join(f"{kernel}_kernel" for kernel in sorted(set(GEMM_CASES.values())))
     (machine, *rows), launches = counters(sweep, kernels, slice(len(names)), GEMM_METRICS, folder)
@@ -143,7 +143,7 @@ def profile_gemm(names: list[str], folder: Path) -> tuple[dict, list[dict]]:
 
 
 def profile_layer(shape: str, core_library: Path | None, folder: Path) -> tuple[dict, list[dict]]:
-    """The machine line, and what the launches of each part of both passes did, added up, or averaged over the time."""
+    """The machine line, and the counters of each part of both passes, added up or averaged over the time."""
     command = ["-m", "benchmarks.layer.launches", "--shape", shape.removesuffix(FLOAT8)]
     command += ["--float8"] * shape.endswith(FLOAT8)
     if core_library is not None:

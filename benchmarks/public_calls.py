@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What users call, in dygraph under Paddle: whole calls of the sizes of models, and the host's part of small ones.
+"""Public calls in dygraph under Paddle: whole calls of the sizes of models, and the host's part of small ones.
 
     python3 -m benchmarks.public_calls --device gpu:0 --out benchmarks/results/h200-public-calls.jsonl --commit COMMIT
 
 A line per operation and model has the microseconds of a call, with all that it allocates: calls follow each other, and
-what they take together is divided by their number. A line per operation with "host" has the microseconds until a call
-returns, without a gradient, of one that keeps what a gradient needs, and of the backward pass. Each has the median, the
-least and the most of all samples. Inputs are small there, so that the device is never far behind.
+their total time is divided by their number. A line per operation with "host" has the microseconds until a call returns,
+without a gradient, of one that keeps what a gradient needs, and of the backward pass. Each has the median, the least
+and the most of all samples. Inputs are small there, so that the device is never far behind.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def operations() -> list[Operation]:
 
 
 def host_us(prepare: Callable[[], Any], call: Callable[[Any], Any]) -> dict[str, float]:
-    """Of a call, whose argument is made before and whose result is let go after it."""
+    """Microseconds of a call, whose argument is built before and whose result is freed after it."""
     samples = []
     for index in range(_WARM + _CALLS):
         state = prepare()

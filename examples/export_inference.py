@@ -117,7 +117,7 @@ def train(model: Classifier, steps: int) -> tuple[float, float]:
 
 
 def run_elsewhere(model: Path, batches: dict[str, np.ndarray], scratch: Path) -> dict[str, np.ndarray]:
-    """What the saved program gives for each batch in a process that has not got the model."""
+    """The saved program's result for each batch, in a process without the model."""
     np.savez(scratch / "batches.npz", **batches)
     arguments = [str(model), str(scratch / "batches.npz"), str(scratch / "results.npz")]
     subprocess.run([sys.executable, "-c", OTHER_PROCESS, *arguments], cwd=ROOT, check=True)

@@ -54,7 +54,7 @@ class Layer(paddle.nn.Layer):
             return experts(rows, gate_up, down, plan)
 
         def expert_vjp(d_out, codes, scales, gate_up, down):
-            """The first product is made again: it is larger than what is kept."""
+            """Recompute the first GEMM: its output is larger than the kept operands."""
             rows = dequantize_1x128(codes, scales, dtype="float32")
             gate, up = product(rows, gate_up, plan).chunk(2, axis=-1)
             sigmoid = F.sigmoid(gate)

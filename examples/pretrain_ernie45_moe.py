@@ -69,7 +69,7 @@ def make_model(group: str = "dummy") -> Any:
 
 
 def statistics_of(model: Any) -> list[Any]:
-    """What the blocks keep of their experts: the correction bias and the use, a line for each kind of expert."""
+    """The blocks' statistics of their experts: the correction bias and the use, a line for each kind of expert."""
     return [layer.moe_statics for layer in model.sublayers() if hasattr(layer, "moe_statics")]
 
 

@@ -3,8 +3,8 @@
 """Token permutation operators of Mixture-of-Experts models for PaddlePaddle.
 
 Importing the package registers the compiled operators with Paddle, so that programs saved with them load; it compiles
-nothing and imports no Triton. Where Paddle or the library is missing, or too old, the import still works: the first
-function that is called, and `explain()`, say what is wrong. Submodules are imported when they are first used.
+nothing and imports no Triton. If Paddle or the library is missing or too old, the import still works: the first call of
+a function, and `explain()`, report the problem. Submodules are imported when they are first used.
 """
 
 from __future__ import annotations

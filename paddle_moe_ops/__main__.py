@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m paddle_moe_ops``: env, selftest, explain, bench. Each command imports only what it needs.
 
-Where Paddle is missing or too old, env says so first. A command that needs what is missing says so in one line and ends
+If Paddle is missing or too old, env says so first. A command with a missing dependency says so in one line and ends
 with status 1.
 """
 
@@ -19,7 +19,7 @@ from typing import NoReturn
 from paddle_moe_ops import _build_check, bench
 from paddle_moe_ops._version import __version__
 
-# What the package depends on, in the order in which it is missed: ml_dtypes needs NumPy itself.
+# Dependencies in the order of their checks: ml_dtypes itself needs NumPy.
 DEPENDENCIES = ("numpy", "ml_dtypes")
 
 
@@ -66,7 +66,7 @@ def _version() -> str:
 
 
 def _paddle_is_missing() -> bool:
-    """Whether Paddle is missing or too old; says so."""
+    """True if Paddle is missing or too old; prints the problem to stderr."""
     problem = _build_check.paddle_problem()
     if problem is not None:
         print(problem, file=sys.stderr)
@@ -74,7 +74,7 @@ def _paddle_is_missing() -> bool:
 
 
 def _a_dependency_is_missing() -> bool:
-    """Whether a dependency cannot be imported; says which."""
+    """True if a dependency cannot be imported; prints its name."""
     for name in DEPENDENCIES:
         try:
             importlib.import_module(name)

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What an expert does between its products, by Paddle's operators: in dygraph and in graphs, differentiable."""
+"""Activations between an expert's two GEMMs, by Paddle's operators: in dygraph and in graphs, differentiable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ except ImportError:  # Paddle 3.2
 __all__ = ["ACTIVATIONS", "activate", "swiglu"]
 
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "swiglu_oai")
-# Of gpt_oss.
+# The constants of gpt_oss's clamped SwiGLU.
 _ALPHA, _LIMIT = 1.702, 7.0
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which compiled library belongs to this package, and does it fit the Paddle that runs?
+"""Check that the compiled library belongs to this package and fits the running Paddle.
 
 setup.py reads its rules from here and records what it built with; this compares. Paddle promises nothing about its C++
 interface from one minor version to the next. A library that is loaded into another version may crash instead of
@@ -36,7 +36,7 @@ REBUILD = (
 
 @functools.cache
 def paddle_problem() -> str | None:
-    """Why this package cannot work with the Paddle of this process, and what to install, or None."""
+    """The reason why this package cannot run on this process's Paddle, with the command that helps; or None."""
     needed = f"paddle_moe_ops needs PaddlePaddle {' or '.join(TESTED_PADDLE)}"
     try:
         import paddle
@@ -47,12 +47,12 @@ def paddle_problem() -> str | None:
 
 
 def is_too_old(version: str) -> bool:
-    """Whether a version of Paddle is older than those that the tests run on. 0.0.0 is a development build."""
+    """True if a version of Paddle is older than those that the tests run on. 0.0.0 is a development build."""
     return (0, 0) < _number(version) < _number(TESTED_PADDLE[0])
 
 
 def is_untested(version: str) -> bool:
-    """Whether a version of Paddle is newer than those that the tests run on."""
+    """True if a version of Paddle is newer than those that the tests run on."""
     return _number(version) == (0, 0) or _number(version) > _number(TESTED_PADDLE[-1])
 
 
@@ -80,7 +80,7 @@ def sources_digest(csrc: Path) -> str:
 
 
 def build_info() -> dict[str, Any] | None:
-    """What setup.py recorded about the compiled library, or None when the package was not built."""
+    """Facts that setup.py recorded about the compiled library, or None if the package was not built."""
     try:
         return json.loads(library().with_name(INFO_NAME).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -88,7 +88,7 @@ def build_info() -> dict[str, Any] | None:
 
 
 def mismatch() -> str | None:
-    """Why the compiled library must not be loaded into this process, and what to do, or None.
+    """The reason why this process must not load the compiled library, with the remedy; or None.
 
     Raises:
         ImportError: Paddle cannot be imported.
@@ -122,7 +122,7 @@ def compare(info: dict[str, Any] | None, version: str, commit: str, with_cuda: b
         with_cuda: whether it is compiled with CUDA.
 
     Returns:
-        None when the library fits, else the reason and what to do.
+        None if the library fits. Otherwise the reason, with the remedy.
     """
     if info is None:
         return f"the package was not built: {INFO_NAME} is missing; {REBUILD}"

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Argument checks: a ValueError or TypeError that names the argument, what was expected and what was given.
+"""Argument checks: a ValueError or TypeError that names the argument, the expected value and the actual one.
 
 They run in Python before any operator is called. In a static graph an unknown dimension (-1) passes; the operator
 checks it at run time.
@@ -28,8 +28,8 @@ MAX_EXPERTS = 2**16
 SUM_DTYPES = (paddle.bfloat16, paddle.float16, paddle.float32)
 ROW_DTYPES = (*SUM_DTYPES, paddle.float8_e4m3fn, paddle.float8_e5m2)
 ID_DTYPES = (paddle.int32, paddle.int64)
-_NO_PLACE = paddle.base.core.Place()  # of tensors without elements that recompute by hooks unpacked
-_WIDENED = (paddle.bfloat16, paddle.float16)  # what float32 holds exactly
+_NO_PLACE = paddle.base.core.Place()  # the place of empty tensors that recompute by hooks unpacked
+_WIDENED = (paddle.bfloat16, paddle.float16)  # float32 represents their values exactly
 
 UE8M0 = "fp8_1x128_ue8m0"
 QUANTIZE_FORMATS = (None, "fp8_1x128", UE8M0)
@@ -53,8 +53,8 @@ def renaming(function: str, caller: str, **arguments: str) -> Iterator[None]:
 
     Args:
         function: the name that begins the messages.
-        caller: the name to put there.
-        arguments: for arguments of the function, what the caller calls them.
+        caller: the name that replaces it.
+        arguments: the caller's names of the function's arguments.
     """
     try:
         yield
@@ -81,12 +81,12 @@ def tensor(
     Args:
         function: name that begins the message.
         argument: name of the argument.
-        value: what was given.
+        value: the caller's value.
         dtypes: allowed Paddle dtypes.
         shape: for each dimension its size, or a name if any size will do.
-        shape_text: how the message describes the shape, if it should say more.
+        shape_text: the shape in the message, if it should say more.
         given_shape: the shape that the caller gave, if the value has been reshaped since.
-        why: what the message says after the shape.
+        why: text of the message after the shape.
 
     Returns:
         the value.
@@ -136,9 +136,9 @@ def rows(
     Args:
         function: name that begins the message.
         argument: name of the argument.
-        value: what was given.
+        value: the caller's value.
         dtypes: allowed Paddle dtypes.
-        num_rows: how many rows there must be, or a name if any number will do.
+        num_rows: the required number of rows, or a name if any number will do.
         reason: why there must be this many, appended to the expected shape.
         given_shape: the shape that the caller gave, if the value has been reshaped since.
 
@@ -202,7 +202,7 @@ def integer(function: str, argument: str, value: Any, minimum: int, maximum: int
 
 def _real(function: str, argument: str, value: Any, expected: str) -> None:
     """Check the type of a Python (or NumPy) number."""
-    # most values are floats, and to ask an abstract class takes long
+    # most values are floats, and an abstract class's isinstance is slow
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
         bad_type(function, argument, expected, type(value).__name__)
 
@@ -218,7 +218,7 @@ def number(function: str, argument: str, value: Any) -> float:
 def token_count(function: str, argument: str, value: Any, like: Tensor) -> int:
     """Check a number of tokens, which may also be a 0-D integer tensor; -1 if a graph does not know it yet.
 
-    Where ``like`` is a graph's, -1 is what its unknown dimensions say.
+    If ``like`` is a graph value, -1 stands for an unknown number, as in its shape.
     """
     if is_graph_value(value) or (is_graph_value(like) and isinstance(value, int) and value == -1):
         return -1
@@ -262,8 +262,8 @@ def counts(
     Args:
         function: name that begins the message.
         value: a list of ints or of integer tensors with one element, a 1-D integer array or tensor, or None.
-        num_experts: how many there must be.
-        has_static_buffer: then the argument is ignored.
+        num_experts: the required number of counts.
+        has_static_buffer: if True, the argument is ignored.
 
     Returns:
         the counts as host integers or None, and the counts as a tensor or None.
@@ -328,7 +328,7 @@ def _one_element(function: str, argument: str, value: Any) -> Tensor:
 
 
 def validation(function: str, value: bool | None, like: Tensor) -> Validation:
-    """The level that a ``validate`` argument means for data where ``like`` is."""
+    """The level of a ``validate`` argument for data on the device of ``like``."""
     if value is not None and not isinstance(value, bool):
         bad_type(function, "validate", "True, False or None", f"{value!r} of type {type(value).__name__}")
     if value is None:
@@ -340,7 +340,7 @@ def validation(function: str, value: bool | None, like: Tensor) -> Validation:
 
 
 def of_its_shape(function: str, out: Tensor) -> Tensor:
-    """A result whose gradient must have its shape, which Paddle's own operators don't look at in `paddle.grad`."""
+    """A result whose gradient must have its shape, which Paddle's own operators do not check in `paddle.grad`."""
     if not is_graph_value(out) and not out.stop_gradient:
         shape = out.shape
 

@@ -1,9 +1,8 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The environment variables of the package; no other module reads the environment (csrc/paddle/direct.cc alone asks
-whether PADDLE_MOE_OPS_BACKEND is set).
+"""The environment variables of the package; only csrc/paddle/direct.cc reads one (PADDLE_MOE_OPS_BACKEND) elsewhere.
 
-Every function looks at the environment when it is called: a value changed later holds from the next call.
+Every function reads the environment when it is called: a later change applies from the next call.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ VARIABLES = (
 
 
 def backend() -> str | None:
-    """The backend named by PADDLE_MOE_OPS_BACKEND, or None; the name is checked where backends are chosen."""
+    """The backend named by PADDLE_MOE_OPS_BACKEND, or None; the choice of a backend checks the name."""
     return os.environ.get("PADDLE_MOE_OPS_BACKEND") or None
 
 
 def validate_default() -> bool | None:
-    """What ``validate=None`` means: True or False by PADDLE_MOE_OPS_VALIDATE, None where it is not set.
+    """The meaning of ``validate=None``: True or False by PADDLE_MOE_OPS_VALIDATE, None if it is not set.
 
     Raises:
         ValueError: the variable is neither 0 nor 1.
@@ -61,11 +60,11 @@ def validate_default() -> bool | None:
 def num_threads() -> int | None:
     """The number of CPU threads that the user asked for, or None: the operators then use one per core.
 
-    They use fewer where a container's CPU quota grants less than all cores (csrc/cpu/quota.h).
+    They use fewer if a container's CPU quota is below all cores (csrc/cpu/quota.h).
 
-    PADDLE_MOE_OPS_NUM_THREADS comes first, then OMP_NUM_THREADS. ``import paddle`` writes OMP_NUM_THREADS=1
-    where the variable was not set or held no plain number; such a 1 does not count. A process started by one
-    that has imported Paddle inherits the 1, and there it does count.
+    PADDLE_MOE_OPS_NUM_THREADS comes first, then OMP_NUM_THREADS. ``import paddle`` writes OMP_NUM_THREADS=1 if the
+    variable was not set or not a plain number; such a 1 does not count. A child process of one that has imported Paddle
+    inherits the 1, and it counts in the child.
 
     Raises:
         ValueError: PADDLE_MOE_OPS_NUM_THREADS is not a positive integer.
@@ -114,7 +113,7 @@ def check_cpu_settings() -> None:
 
 
 def values() -> dict[str, str | None]:
-    """The value of every variable of the package, None where it is not set."""
+    """The value of every variable of the package, None if it is not set."""
     return {variable.name: os.environ.get(variable.name) for variable in VARIABLES}
 
 
@@ -134,7 +133,7 @@ def _omp_num_threads_before_paddle() -> str | None:
 
 @functools.cache
 def _environment_at_start() -> dict[str, str] | None:
-    """The environment this process was started with, which cannot change; None where it cannot be read."""
+    """The environment this process was started with, which cannot change; None if it cannot be read."""
     try:
         block = Path("/proc/self/environ").read_bytes()
     except OSError:

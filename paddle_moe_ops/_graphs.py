@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""How public functions are called: in dygraph and in static graphs, with arguments that carry a graph of gradients."""
+"""Calls of public functions in dygraph and in static graphs, with arguments that carry an autograd graph."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def public(
 
     Every tensor among the arguments is detached, except the differentiable ones. Expert ids, masks, row maps, scales
     and counts have no gradient, but may carry a graph, as the ids of `paddle.topk` do. Paddle's engine would wait for
-    their gradient and never run what comes before them.
+    their gradient and never run the nodes before them.
 
     paddle.jit.to_static calls such a function while it builds the program instead of rewriting its source, so that the
     checks run once, at build time, where shapes are known. A graph's backward pass does not wait: values of a graph are
@@ -48,11 +48,11 @@ def public(
 
     Args:
         differentiable: names of the arguments that have a gradient.
-        quick: called first, with the same arguments; what it returns, unless that is None, is the result.
+        quick: called first, with the same arguments; its result is returned unless it is None.
         aliases: further names of arguments that callers may use as keywords, each with the name in the signature.
 
     Returns:
-        a decorator. What it returns has the attribute ``differentiable_arguments``, a tuple of the names.
+        a decorator. The decorated function has the attribute ``differentiable_arguments``, a tuple of the names.
     """
 
     def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -93,7 +93,7 @@ def public(
 def context_manager(
     function: Callable[_Arguments, Iterator[_Result]],
 ) -> Callable[_Arguments, AbstractContextManager[_Result]]:
-    """`contextlib.contextmanager`, whose wrapper's code lies outside of the ignored folder."""
+    """`contextlib.contextmanager` with its wrapper's code outside of the ignored folder."""
     return not_to_static(contextmanager(function))
 
 
@@ -105,8 +105,8 @@ def without_gradients(function: Callable[_Arguments, _Result]) -> Callable[_Argu
 def untraced(function: Callable[..., _Result], *arguments: Any, **keywords: Any) -> _Result:
     """Call a function where tracing by bytecode does not follow.
 
-    Tracing that breaks off would go on with what the function calls, where it empties generators, makes paths that lack
-    their fields and ends the process at calls of C functions by ctypes.
+    After a graph break, tracing would continue inside the functions that this one calls. It exhausts generators there,
+    builds paths that lack their fields, and ends the process at calls of C functions by ctypes.
     """
     tracer = set_eval_frame(None)
     try:
@@ -118,7 +118,7 @@ def untraced(function: Callable[..., _Result], *arguments: Any, **keywords: Any)
 def _own_names(
     function: str, aliases: Mapping[str, str], given: Sequence[str], keywords: dict[str, Any]
 ) -> dict[str, Any]:
-    """The keywords with the names that the signature has, where callers used others."""
+    """The keywords, with aliases replaced by the signature's names."""
     for alias, name in aliases.items():
         if alias in keywords:
             if name in keywords or name in given:
@@ -128,7 +128,7 @@ def _own_names(
 
 
 def _carries_graph(value: Any) -> bool:
-    """Whether a tensor, or one in a tuple, a list or a dictionary, is part of a graph of gradients."""
+    """True if a tensor, or one in a tuple, a list or a dictionary, is part of an autograd graph."""
     if isinstance(value, Tensor):
         return not value.stop_gradient
     if isinstance(value, dict):
@@ -142,9 +142,9 @@ def _carries_graph(value: Any) -> bool:
 
 
 def constant(value: Any) -> Any:
-    """The value without the graph that its tensors carry. A value of a static graph stays what it is.
+    """The value without the graph that its tensors carry. A value of a static graph is unchanged.
 
-    There Paddle's detach shares memory that the program goes on to use for other values.
+    In a static graph, Paddle's detach shares memory that the program reuses for other values.
     """
     if isinstance(value, Tensor):
         return value if value.stop_gradient else value.detach()
@@ -157,39 +157,39 @@ def constant(value: Any) -> Any:
 
 
 def is_graph_value(value: object) -> bool:
-    """Whether the value stands for a tensor of a static graph."""
+    """True if the value stands for a tensor of a static graph."""
     return isinstance(value, paddle.pir.Value)
 
 
 def is_on_gpu(value: Tensor) -> bool:
-    """Whether a tensor lies on a GPU; a value of a static graph will where Paddle's current device is one."""
+    """True if a tensor lies on a GPU; for a value of a static graph, if Paddle's current device is a GPU."""
     if is_graph_value(value):
         return paddle.device.get_device().startswith("gpu")
     return value.place.is_gpu_place()
 
 
 def filled(shape: list[Any], value: float, dtype: Any, like: Tensor) -> Tensor:
-    """A new tensor of one value where another tensor lies, whichever device is the current one."""
+    """A new tensor of one value on another tensor's device, whichever device is the current one."""
     return beside(paddle.full(shape, value, dtype), like)
 
 
 def beside(tensor: Tensor, like: Tensor) -> Tensor:
-    """A tensor where another lies: results without elements of a custom device's operators may lie on the CPU."""
+    """A tensor on another's device: empty results of a custom device's operators may be on the CPU."""
     return placed(tensor, like.place) if isinstance(like, Tensor) else tensor
 
 
 def placed(tensor: Tensor, place: Any) -> Tensor:
-    """The tensor itself if it lies there, else a copy."""
+    """The tensor itself if it is on that device, otherwise a copy."""
     return tensor if tensor.place == place else tensor._copy_to(place, True)
 
 
 def with_elements(tensors: list[Tensor]) -> Tensor:
-    """The first tensor that has elements, else the first: Paddle may leave one without elements on the host."""
+    """The first tensor that has elements, else the first: Paddle may leave an empty one on the host."""
     return next((each for each in tensors if each.size > 0), tensors[0])
 
 
 def unpacked(tensor: Tensor, place: Any) -> Tensor:
-    """A tensor that a backward pass saved, where the inputs of the forward pass were.
+    """A saved tensor of a backward pass, on the device of the forward pass's inputs.
 
     Recompute by hooks unpacks tensors without elements as tensors without a place.
     """
@@ -197,12 +197,12 @@ def unpacked(tensor: Tensor, place: Any) -> Tensor:
 
 
 def numbers_of(like: Tensor) -> Tensor:
-    """0, 1, 2, ... for the entries of an integer vector: of its dtype and where it lies, unlike `paddle.arange`."""
+    """0, 1, 2, ... for the entries of an integer vector: of its dtype and on its device, unlike `paddle.arange`."""
     return paddle.cumsum(paddle.ones_like(like), dtype=like.dtype) - 1
 
 
 def without_autocast() -> AbstractContextManager:
-    """Where operators take the dtypes that they are given. To turn off what is not on would take 50 us."""
+    """A context without mixed precision. It is empty if autocast is off: entering auto_cast would cost 50 us."""
     return paddle.amp.auto_cast(enable=False) if paddle.amp.is_autocast_enabled() else nullcontext()
 
 
@@ -224,8 +224,8 @@ def to_dtype(tensor: Any, dtype: Any) -> Any:
 def dense(tensor: Tensor) -> Tensor:
     """The tensor if it is contiguous, otherwise a contiguous copy; the tensor itself keeps its memory and strides.
 
-    Paddle's `Tensor.contiguous` gives the tensor that it is called on, and all that `detach` made of it, memory of
-    their own: a caller's view of a buffer would stop being one.
+    Paddle's `Tensor.contiguous` reallocates the tensor on which it is called, and all tensors that `detach` made from
+    it: a caller's view of a buffer would no longer be a view.
     """
     return tensor if tensor.is_contiguous() else tensor.clone()
 
@@ -233,8 +233,8 @@ def dense(tensor: Tensor) -> Tensor:
 def ready_for_matmul(rows: Tensor, weight: Tensor) -> Tensor:
     """The rows, such that their matmul with a weight has a backward pass even if there are none.
 
-    Where the weight alone wants a gradient and there are no rows, Paddle's backward pass of matmul fails. So rows that
-    may be none want one too, which no one gets.
+    If only the weight requires a gradient and there are no rows, Paddle's backward pass of matmul fails. Rows that may
+    be empty therefore require a gradient too, which is discarded.
     """
     if rows.stop_gradient and not weight.stop_gradient and min(rows.shape) <= 0:
         rows = rows.detach()
@@ -243,7 +243,7 @@ def ready_for_matmul(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def in_float32(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """A function of tensors, on a GPU as it is; elsewhere in float32 whatever their dtype, rounded to the first's."""
+    """Apply a function to tensors: unchanged on a GPU; otherwise in float32, rounded to the first tensor's dtype."""
     is_float32 = all(tensor.dtype == paddle.float32 for tensor in tensors) and not paddle.amp.is_autocast_enabled()
     if is_float32 or is_on_gpu(tensors[0]):
         return function(*tensors)

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The matrices of experts: one tensor that has them all, or a list of them, where each expert is a layer."""
+"""The matrices of experts: one stacked tensor, or a list of them if each expert is a layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Matrices", "each_of", "in_dtype", "listed", "matrices", "named", "st
 
 
 def listed(given: Any) -> Any:
-    """A list of what is in a `paddle.nn.ParameterList`; all else as it is."""
+    """The parameters of a `paddle.nn.ParameterList` as a list; any other value unchanged."""
     return list(given) if isinstance(given, nn.ParameterList) else given
 
 
@@ -30,10 +30,11 @@ def matrices(
     Args:
         function: name that begins the message.
         argument: name of the argument.
-        given: what was given.
+        given: the caller's value.
         dtypes: allowed Paddle dtypes; of a list, all matrices have that of the first.
-        shape: of all of them, [E, ...]; those of a list have it without E, and what is a name there is as in the first.
-        why: what the message says after the shape.
+        shape: of the stacked matrices, [E, ...]; matrices of a list have it without E. A dimension that is a name must
+            be equal in all of them.
+        why: text of the message after the shape.
 
     Returns:
         the tensor, or the list.
@@ -56,14 +57,14 @@ def matrices(
 
 
 def named(argument: str, given: Matrices) -> dict[str, Tensor]:
-    """Each tensor by the name that messages give it."""
+    """Each tensor by its name in messages."""
     if isinstance(given, Sequence):
         return {f"{argument}[{index}]": each for index, each in enumerate(given)}
     return {argument: given}
 
 
 def each_of(change: Callable[[Tensor], Tensor], given: Matrices) -> Matrices:
-    """What a function makes of the tensor, or of each in the list."""
+    """The tensor, or each tensor of the list, changed by the function."""
     return [change(each) for each in given] if isinstance(given, Sequence) else change(given)
 
 
@@ -73,14 +74,14 @@ def stacked(given: Matrices) -> Tensor:
 
 
 def in_dtype(function: str, given: Matrices, dtype: Any, backend: Backend, *, accumulates: bool = False) -> Matrices:
-    """The matrices as a backend takes them under mixed precision, by one cast where it needs one tensor.
+    """The matrices in the form that a backend needs under mixed precision, by one cast if it needs one tensor.
 
     Args:
         function: the name that begins an error text.
         given: one tensor, or a list.
         dtype: of mixed precision.
-        backend: that is to run on them.
-        accumulates: whether their gradients go where `backends.accumulation` says it, which only parameters have.
+        backend: the backend that runs on them.
+        accumulates: whether `backends.accumulation` stores their gradients, which only parameters support.
     """
     if isinstance(given, Sequence) and not backend.takes_lists:
         return to_dtype(stack_or_view(given, function, accumulates=accumulates), dtype)

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about tensors that Python code asks for, from the compiled library (csrc/paddle/tensor_facts.cc) or in Python.
+"""Facts about tensors for Python code, from the compiled library (csrc/paddle/tensor_facts.cc) or in Python.
 
 Every call of a layer needs these functions, and in Python they take several times longer.
 """
@@ -39,12 +39,12 @@ class Native:
     """The functions: those in Python, or those of the library once it is loaded.
 
     Attributes:
-        facts: takes tensors or None; gives bytes that differ if their dtypes, shapes, strides, alignments or places
-            do, or None if one is out of the ordinary.
-        watch: takes tensors; gives something for `was_changed` that does not keep them alive.
-        was_changed: takes what `watch` gave; whether one of the tensors still exists and was changed in place since.
-        carries_graph: takes values of any type; whether one is a tensor that wants a gradient, or None if there is a
-            container among them that would have to be searched.
+        facts: of tensors or None; returns bytes that differ if dtypes, shapes, strides, alignments or places do, or
+            None if one tensor is unusual.
+        watch: of tensors; returns an argument for `was_changed` that does not keep them alive.
+        was_changed: of a result of `watch`; True if one of the tensors still exists and was changed in place since.
+        carries_graph: of values of any type; True if one is a tensor that requires a gradient, or None if one is a
+            container, which would have to be searched.
         recordings: a `triton.native_recording.Functions`, or None.
     """
 

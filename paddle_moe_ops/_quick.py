@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain calls of the verbs, which the compiled library checks and runs itself; `public` tries them first.
 
-A function here takes what the public one takes. It gives the result, or None if the call is another one: if an argument
-is out of the ordinary, if a backend was asked for, or if the library declines (see `QUICK` in `backends.compiled`).
+Each function has the arguments of the public one. It returns the result, or None if the call is not plain: an argument
+is unusual, a backend is requested, or the library declines (see `QUICK` in `backends.compiled`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ._graphs import constant, untraced
 from .backends import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, chosen, compiled_backend
 from .routing import Plan
 
-AMAX_MIN = 1e-4  # compared by identity: what a caller gives may be of any type
+AMAX_MIN = 1e-4  # compared by identity: a caller's value may be of any type
 
 
 def quick_permute(
@@ -32,7 +32,7 @@ def quick_permute(
     fill_padding: Any = "all",
     **more: Any,
 ) -> tuple[Tensor, None] | None:
-    """A plain call of `permute`, or None if it is another one."""
+    """The result of a plain call of `permute`, or None for other calls."""
     if (
         type(plan) is Plan
         and scale is None
@@ -53,7 +53,7 @@ def quick_permute(
 
 
 def quick_unpermute(y: Any = None, plan: Any = None, probs: Any = None, *others: Any, **more: Any) -> Tensor | None:
-    """A plain call of `unpermute`, or None if it is another one."""
+    """The result of a plain call of `unpermute`, or None for other calls."""
     if type(plan) is not Plan or others or more or chosen() is not None:
         return None
     maps = plan.token_rows, plan.row_to_token
@@ -80,7 +80,7 @@ def quick_moe_permute(
     *others: Any,
     **more: Any,
 ) -> tuple[Tensor, ...] | None:
-    """A plain call of `moe_permute`, or None if it is another one."""
+    """The result of a plain call of `moe_permute`, or None for other calls."""
     if (
         scale is not None
         or do_gather is not True
@@ -115,7 +115,7 @@ def quick_moe_unpermute(
     *others: Any,
     **more: Any,
 ) -> tuple[Tensor, ...] | None:
-    """A plain call of `moe_unpermute`, or None if it is another one."""
+    """The result of a plain call of `moe_unpermute`, or None for other calls."""
     if (
         type(using_mix_precision) is not bool
         or type(using_weighted_combine) is not bool
@@ -137,7 +137,8 @@ def quick_moe_unpermute(
 
 
 def _go_on(operator: Callable[..., Any], rows: Tensor, *others: Any) -> Any:
-    """Run an operator whose arguments fit and of which one wants a gradient; None if it has no kernels for the rows."""
+    """Run an operator with fitting arguments, one of which requires a gradient; None if it has no kernels for the
+    rows."""
     return untraced(_where_it_can, operator, rows, *others)
 
 

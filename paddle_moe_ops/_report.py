@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment report of ``python -m paddle_moe_ops env``: what is installed, what runs, what is missing.
 
-No part depends on another, so the report works where Paddle or anything else is missing.
+No part depends on another, so the report works without Paddle or any other package.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ DISTRIBUTIONS = ("paddlepaddle", "paddlepaddle-gpu", "numpy", "ml_dtypes", "trit
 
 
 def available_memory() -> int:
-    """Bytes of memory that this machine has left."""
+    """Bytes of free memory of this machine."""
     lines = MEMORY_OF_MACHINE.read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 def collect() -> dict[str, Any]:
-    """The report as data that JSON can hold; None where something is missing."""
+    """The report as JSON-compatible data; None for missing parts."""
     values = _env.values()
     return {
         "paddle_moe_ops": {"version": __version__, "location": str(Path(__file__).parent)},
@@ -128,7 +128,7 @@ def _cpu() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's name as the system gives it."""
+    """The processor's name as the system reports it."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -138,7 +138,7 @@ def cpu_model() -> str:
 
 
 def _gpus() -> list[str]:
-    """Name, driver and memory of each NVIDIA GPU; empty where nvidia-smi is missing or fails."""
+    """Name, driver and memory of each NVIDIA GPU; empty if nvidia-smi is missing or fails."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
         listed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout

@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch and combine with static shapes, in the form of ``transformer_engine.jax.permutation``, under its names.
 
-The caller gives the number of rows, so nothing waits for the GPU and every shape is known when a graph is built. T
+The caller passes the number of rows, so the host need not wait for the GPU and a graph has static shapes. T
 tokens, E experts, H hidden size, P ranks that share the experts, each with E / P of them. Sums and copies are those of
 `paddle_moe_ops.masked`: ascending rows in float32, rounded once; bit-exact, deterministic, on CPU and GPU.
 
-The last five functions prepare expert parallelism: what an all-to-all with uneven parts sends and receives, and the
-order of the received rows. They work on counts int32 or int64 [P, E]: tokens of each rank for each expert.
+The last five functions prepare expert parallelism: the send and receive sizes of an all-to-all with uneven parts, and
+the order of the received rows. They work on counts int32 or int64 [P, E]: tokens of each rank for each expert.
 """
 
 from __future__ import annotations

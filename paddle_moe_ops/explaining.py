@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What runs a call, for those who want to know why it is slow, or why its bits changed."""
+"""`explain`: the backend and the kernels of a call, to find out why it is slow or why its bits changed."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ _NAMES = (*OPERATORS, _LAYER)
 
 @unified
 def explain(operator: str | None = None, *arguments: Any, **options: Any) -> str:
-    """Say which backend runs each operator here, and why the others do not.
+    """Say which backend runs each operator on this device, and why the others do not.
 
-    Of `moe_mlp` the arguments decide. With them, say what makes the layer and why, what is kept for the backward pass,
-    and on Triton which kernels both passes launch and how they use ``workspace_mb``. Nothing is multiplied::
+    For `moe_mlp` the choice depends on the arguments. With them, say which backend runs the layer and why, and list the
+    tensors kept for the backward pass. On Triton, also list the kernels of both passes and their use of
+    ``workspace_mb``. The call is a dry run that launches none of them::
 
         print(explain("moe_mlp", x, plan, probs, gate_up, down, keep="x"))
 
-    Arguments are brought into the form that the products take, as in the call. In a graph that may add a reshape or a
-    cast which nothing uses; under mixed precision on a GPU it copies the matrices for the time of the call. Under
-    `paddle.jit.to_static(full_graph=False)` it tells of a call in dygraph.
+    Arguments are converted to the GEMMs' operands, as in the call. In a graph that may add an unused reshape or cast;
+    under mixed precision on a GPU it copies the matrices for the time of the call. Under
+    `paddle.jit.to_static(full_graph=False)` it describes a call in dygraph.
 
     Args:
         operator: one of `OPERATORS`, "moe_mlp", or None for all of the former.
@@ -44,8 +45,8 @@ def explain(operator: str | None = None, *arguments: Any, **options: Any) -> str
         options: its keyword arguments.
 
     Returns:
-        one line per operator, or several on the layer, and one per backend; then whose functions paddle.nn.functional
-        calls.
+        one line per operator, or several on the layer, and one per backend; then the package whose functions
+        paddle.nn.functional calls.
 
     Raises:
         TypeError: arguments that `moe_mlp` does not take.
@@ -70,7 +71,7 @@ def _explained(operator: str | None, arguments: tuple[Any, ...], options: dict[s
 
 
 def _lines_of_layer(arguments: tuple[Any, ...], options: dict[str, Any]) -> list[str]:
-    """What is to be said of a call."""
+    """The lines that describe a call of `moe_mlp`."""
     try:
         bound = inspect.signature(moe_mlp).bind(*arguments, **options)
     except TypeError as error:
@@ -81,7 +82,7 @@ def _lines_of_layer(arguments: tuple[Any, ...], options: dict[str, Any]) -> list
         with paddle.no_grad():  # mixed precision casts operands here, as in the call
             call = prepared(**given)
         if given["float8_matrices"] is not None and given["float8_matrices"].is_empty:
-            given["float8_matrices"].clear()  # of what was noted for the call
+            given["float8_matrices"].clear()  # removes the notes of this dry run
     except RuntimeError as error:
         return [f"{_LAYER}: none ({error})"]
     wanted: Any = tuple(_wants_gradient(given[name]) for name in ("x", "gate_up", "down", "probs"))
@@ -119,7 +120,7 @@ def _backend_of(operator: str, like: Tensor) -> str:
 
 
 def _kept(call: Prepared, given: list[Matrices], wants_any: bool) -> str:
-    """What a layer keeps for its backward pass."""
+    """The line on the tensors that a layer keeps for its backward pass."""
     tokens, _, down, *_ = call.operands
     spec, in_graph = call.spec, is_graph_value(tokens)
     if not wants_any and not in_graph:
@@ -129,7 +130,7 @@ def _kept(call: Prepared, given: list[Matrices], wants_any: bool) -> str:
     item = 4 if tokens.dtype == paddle.float32 else 2
     what, size = "the tokens", tokens.shape[0] * tokens.shape[1] * item
     if spec.keeps_hidden and spec.hidden_in_float8 and not in_graph:
-        from .reference.quantization import GROUP  # needs ml_dtypes, which a report of what is missing lacks
+        from .reference.quantization import GROUP  # imported late: needs ml_dtypes, which may be missing
 
         what, size = "the tokens and the first product in float8", size + rows * (columns + 4 * -(-columns // GROUP))
     elif spec.keeps_hidden:
@@ -141,7 +142,7 @@ def _kept(call: Prepared, given: list[Matrices], wants_any: bool) -> str:
 
 
 def _bytes_of_copies(given: Matrices, taken: Matrices) -> int:
-    """Of matrices that a layer brings together, or has in another dtype than their own."""
+    """Bytes of the copies that a layer makes of its matrices to stack them or to change their dtype."""
     own, each = (list(one) if isinstance(one, Sequence) else [one] for one in (given, taken))
     is_copied = own[0].dtype != each[0].dtype or (len(each) > 1 and view_of(each) is None)
     return sum(one.size * one.element_size() for one in each) if is_copied else 0

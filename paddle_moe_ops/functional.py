@@ -37,9 +37,9 @@ def permute(
     """Copy every token to its rows, as it is or quantised to float8.
 
     Differentiable in ``x`` (the gradient of a token is the ascending float32 sum over its rows, rounded once), except
-    for float8 rows; `quantized_experts` gives a gradient to quantised ones. Deterministic: bit-exact copies, and codes
-    and scales of the same bits on every backend and run. No host synchronisation. The backward pass keeps no [T, H]
-    tensor.
+    for float8 rows; `quantized_experts` computes a gradient through quantised rows. Deterministic: bit-exact copies,
+    and codes and scales of the same bits on every backend and run. No host synchronisation. The backward pass keeps no
+    [T, H] tensor.
 
     With ``quantize`` every token is read and quantised once, by the rule of `quantize_1x128`. Its codes and scales are
     written to each of its rows in the same pass. The bits are those of quantising first and permuting afterwards.
@@ -47,18 +47,18 @@ def permute(
     Args:
         x: [T, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2 (not with ``quantize``); any H >= 1, rows may
             be strided.
-        plan: where the rows go.
+        plan: the rows of each token.
         scale: [T, S] float32, int32 (four packed ue8m0 exponents each), uint8 (e8m0 bytes, as of MXFP8), or None. Not
-            differentiable. None with ``quantize``, which makes the scales.
+            differentiable. None with ``quantize``, which computes the scales.
         quantize: None, or the format of the rows: "fp8_1x128" (float32 scales) or "fp8_1x128_ue8m0" (scales that are
             powers of two, packed four to an int32).
-        scale_layout: layout of the scales that ``quantize`` makes: "row", or "col", which is transposed and filled up.
+        scale_layout: layout of the scales of ``quantize``: "row", or "col", which is transposed and padded.
         amax_min: with ``quantize``: lower limit of a group's largest magnitude, from 2^-100 to the largest float32.
         fill_padding: what padding rows hold. "all": zeros. "meta": rows undefined, scales zero. "none": both undefined.
 
     Returns:
-        rows [N, H] and scales [N, S] or None. With ``quantize`` rows in float8_e4m3fn and scales as `quantize_1x128`
-        gives them for N rows.
+        rows [N, H] and scales [N, S] or None. With ``quantize``, rows in float8_e4m3fn and the scales of
+        `quantize_1x128` for N rows.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -94,8 +94,8 @@ def movable_scale(scale: Tensor | None) -> Any:
 def unpermute(y: Tensor, plan: Plan, probs: Tensor | None = None) -> Tensor:
     """Sum each token's rows, weighted if probabilities are given.
 
-    The sum starts at -0.0 in float32 and takes the rows in ascending order, by one addition or one fused multiply-add
-    each; it is rounded once to the dtype of ``y``. A token without rows gives 0, one unweighted row is copied.
+    The sum starts at -0.0 in float32 and adds the rows in ascending order, by one addition or one fused multiply-add
+    each; it is rounded once to the dtype of ``y``. The sum of a token without rows is 0; one unweighted row is copied.
     Deterministic: the same bits on every backend and run.
 
     Differentiable in ``y`` and ``probs``. No host synchronisation. Without ``probs`` the backward pass keeps no rows.
@@ -138,7 +138,7 @@ def sort_chunks(
         x: [R, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2; any H >= 1, rows may be strided.
         split_sizes: int32 or int64 [C] rows of each chunk, >= 0, adding up to at most R.
         order: int32 or int64 [C], a permutation of [0, C).
-        probs: bfloat16, float16 or float32 [R] that travel with the rows, or None.
+        probs: bfloat16, float16 or float32 [R] that are permuted with the rows, or None.
         validate: True: bad sizes and orders raise. False: negative sizes count as 0, and chunks end at row R. Entries
             of ``order`` that name no chunk, or one that was named before, are ignored; chunks that are not named
             follow the others, ascending. None: PADDLE_MOE_OPS_VALIDATE, otherwise they raise on a CPU and not on a GPU.
@@ -191,15 +191,15 @@ def moe_permute(
 
     Args:
         hidden_states: [T, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
-        scale: [T, S] float32, or int32 with ``using_ue8m0_scale``, or None. Moved with the rows.
+        scale: [T, S] float32, or int32 with ``using_ue8m0_scale``, or None. Permuted with the rows.
         expert_routemap_topk: int32 or int64 [T, K] expert ids, -1 for an unassigned slot.
         expert_prob_topk: float32 [T, K].
         num_experts: E, at most 65536.
         tokens_per_expert: rows of each expert: a list of ints or of int tensors with one element, or a 1-D int array or
             tensor. Each must be the number of rows routed to the expert, with or without its segment's padding. None:
-            counted. Ignored with a static buffer ([] will do there).
+            counted. Ignored with a static buffer, which also accepts [].
         padding_alignment: each expert's segment is padded to a multiple of this many rows.
-        do_gather: False: make the maps and probabilities, move no rows.
+        do_gather: False: compute only the maps and probabilities, without the rows.
         using_ue8m0_scale: ``scale`` holds four packed ue8m0 exponents per int32.
         return_expert_indices: also return the expert of each row.
         override_buffer_size: N of a static buffer, -1 without. Rows at or beyond its end are dropped.

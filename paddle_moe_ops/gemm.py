@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products of experts: each multiplies its own rows with its own matrix.
+"""Grouped GEMM of experts: each multiplies its own rows with its own matrix.
 
 M rows in all, D the inner and N the outer size of a matrix, E experts.
 """
@@ -42,13 +42,13 @@ def grouped_gemm(
 ) -> Tensor:
     """Multiply each group of rows with the matrix of its expert: ``Y_g = X_g W_g^T + b_g``, or ``X_g W_g + b_g``.
 
-    Rows that belong to no group (padding, and rows after the last group) are not read and give 0, even with a bias.
-    With a plan the permutation can be part of the first product of an expert, and the weights part of the second::
+    Rows that belong to no group (padding, and rows after the last group) are not read, and their result is 0, even with
+    a bias. With a plan, the first GEMM of an expert can include the permutation, and the second the weights::
 
         rows = swiglu(grouped_gemm(x, gate_up, plan=plan, permute_x=True))
         out = unpermute(grouped_gemm(rows, down, plan=plan, topk_weights=weights), plan)
 
-    The second line gives the weighted sum that `unpermute` would, except that rows are rounded after they are weighted.
+    The second line returns the weighted sum of `unpermute`, except that rows are rounded after they are weighted.
     Rows can also be returned in slot order, to be summed in another way::
 
         slots = grouped_gemm(rows, down, plan=plan, topk_weights=weights, permute_y=True)
@@ -59,44 +59,44 @@ def grouped_gemm(
     says which runs). The bias is added in float32 and multiplied by the weight before the row is rounded. Its gradient
     is the float32 sum of the rows of the gradient, each times its weight.
 
-    On an NVIDIA GPU, bfloat16 and float16 run on Triton where it is installed, in one launch and a small one. Where the
-    GPU copies by descriptors, another launch moves the rows of ``permute_x``; they are not kept for the backward pass.
-    Sizes and offsets that are tensors are not read: as in a graph, groups that do not fit are cut, unless
-    PADDLE_MOE_OPS_VALIDATE asks for checks. The gradient of ``W`` uses rows that were weighted and then rounded.
+    On an NVIDIA GPU, bfloat16 and float16 run on Triton if it is installed, in one launch and a small one. On GPUs
+    with TMA, another launch permutes the rows of ``permute_x``; they are not kept for the backward pass. Sizes and
+    offsets that are tensors are not read: as in a graph, groups that do not fit are cut, unless PADDLE_MOE_OPS_VALIDATE
+    asks for checks. The gradient of ``W`` uses rows that were weighted and then rounded.
 
-    Matrices in a list need no copy there if they lie side by side in memory, see
+    On Triton, matrices in a list need no copy if they are adjacent in memory, see
     `paddle_moe_ops.nn.lay_side_by_side`. Others are copied to one tensor in each call. Their gradients are parts of one
     tensor.
 
-    Graphs, and dygraph where Triton does not run, have an operator of the compiled library instead, the same one on
-    every device. On an NVIDIA GPU of compute capability 9.0 its kernels multiply bfloat16 and float16 if D and N are
-    multiples of 8, without a host synchronisation and without anything to compile at the first call. In all other
-    cases it calls Paddle's matmul, group by group, with a host synchronisation on a GPU. On a CPU, bfloat16 and
-    float16 operands are widened to float32, and the product is rounded once. On a GPU the product is rounded, and again
-    what bias and weights make of it: they are applied group by group, with a host synchronisation. Matrices in a list
-    are multiplied one by one by Paddle's matmul, in the same way. Under mixed precision on a GPU all operands but the
-    weights take its dtype, as in any matmul.
+    Graphs, and dygraph without Triton, run an operator of the compiled library, the same one on every device. On an
+    NVIDIA GPU of compute capability 9.0 its kernels multiply bfloat16 and float16 if D and N are multiples of 8,
+    without host synchronisation and without compilation at the first call. In all other cases it calls Paddle's matmul,
+    group by group, with a host synchronisation on a GPU. On a CPU, bfloat16 and float16 operands are widened to
+    float32, and the result is rounded once. On a GPU it is rounded twice: after matmul, and after bias and weights,
+    which are applied group by group, with a host synchronisation. Matrices in a list are multiplied one by one by
+    Paddle's matmul, in the same way. Under mixed precision on a GPU all operands but the weights take its dtype, as in
+    any matmul.
 
     Args:
         X: [M, D] bfloat16, float16 or float32, rows in expert order; with ``permute_x`` [T, D] tokens. More dimensions,
             [..., D], count as M or T rows in all.
         W: [E, N, D], or [E, D, N] without ``transpose``; dtype of ``X``. Or a list or a
-            `paddle.nn.ParameterList` of E matrices, for experts that are separate layers: each gets its
-            gradient, zeros without rows, and none if it wants none.
+            `paddle.nn.ParameterList` of E matrices, for experts that are separate layers: each that requires a gradient
+            receives its own, zeros without rows.
         m_sizes: rows of each group, E ints >= 0 in a list or an array, or an int tensor [E]. A list is part of a static
             graph's program; with a tensor one program serves all sizes. None with ``plan``.
         transpose: whether the matrices are stored transposed, as the weight of a torch Linear is.
         expert_offsets: first row of each group and the end of the last, ascending, in the forms of ``m_sizes`` with
             E + 1 entries, as `Plan.expert_offsets`. None: the groups follow each other from row 0; None with ``plan``.
-        plan: where the groups are, in place of ``m_sizes`` and ``expert_offsets``.
+        plan: defines the groups, in place of ``m_sizes`` and ``expert_offsets``.
         permute_x: whether ``X`` are tokens, whose rows are those of ``plan``. Not together with ``topk_weights``.
-        topk_weights: float32 factors of the rows of the product, applied before these are rounded: [M] by row
+        topk_weights: float32 factors of the result's rows, applied before these are rounded: [M] by row
             (``plan.row_probs``), or [T, K] or flat [T*K] by slot of ``plan``. The gradient has this shape; it is 0 at
             rows of no group and at slots without a row.
-        weights_by: what flat weights are by, "row" or "slot"; needed for flat weights with ``plan``.
-        permute_y: whether the rows are brought back to the order of slots of ``plan``: slot k of token t in row
-            t * K + k, zeros for a slot without a row. Moved after they were multiplied, by bit-exact copies. Not
-            together with ``permute_x``.
+        weights_by: the order of flat weights, "row" or "slot"; required for flat weights with ``plan``.
+        permute_y: whether the rows are permuted back to the order of slots of ``plan``: slot k of token t in row t * K
+            + k, zeros for a slot without a row. They are permuted after the GEMM, by bit-exact copies. Not together
+            with ``permute_x``.
         bias: [E, N], dtype of ``X``, added to the rows of each expert before they are weighted. Or a list of E
             vectors [N]. Slots without a row stay 0.
 
@@ -134,7 +134,7 @@ def grouped_gemm(
     if plan is not None:
         expected = (tokens_of if permute_x else rows_of)(plan)
         _checks.rows(name, "X", X, _checks.SUM_DTYPES, *expected, given_shape)
-    # Mixed precision gives both operands one dtype.
+    # Mixed precision casts both operands to one dtype.
     dtypes = _checks.SUM_DTYPES if paddle.amp.is_autocast_enabled() else (X.dtype,)
     inner = X.shape[1]
     shape_of_all = ["E", "N", inner] if transpose else ["E", inner, "N"]

@@ -3,7 +3,7 @@
 """The family with gather indices, named as in Unsloth's mixture-of-experts kernels.
 
 One flat index stands for each of the T*K (token, slot) pairs: ``gather_indices[i] = t * K + k`` says that row i of
-the expert-ordered buffer belongs to slot k of token t. A permuted buffer always has T*K rows here.
+the expert-ordered buffer belongs to slot k of token t. A permuted buffer always has T*K rows.
 """
 
 from __future__ import annotations

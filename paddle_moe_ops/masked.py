@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Permutation by a mask of experts, in the form of ``transformer_engine.pytorch``: what it offers, under its names.
+"""Permutation by a mask of experts, in the form and under the names of ``transformer_engine.pytorch``.
 
 T tokens, E experts, H hidden size, N rows of the permuted buffer. Rows are in expert order, and inside an expert in
 the order of the tokens. Sums run over a token's rows in ascending order in float32, one fused multiply-add each, and

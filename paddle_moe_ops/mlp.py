@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of experts as one call: products, biases, the activation, the weights and the sum of each token's rows.
+"""A layer of experts as one call: grouped GEMMs, biases, the activation, and the weighted sum of each token's rows.
 
 T tokens of d columns, K slots each, N rows, E experts of inner size n.
 """
@@ -30,7 +30,7 @@ _NAME = "moe_mlp"
 COMPUTE = (None, "fp8_1x128")
 IN_GRAPH = "in a static graph, whose passes quantise the matrices each time"
 
-# Signatures of calls whose arguments passed the checks, which take longer than all launches of a call.
+# Signatures of calls whose arguments passed the checks. The checks take longer than all launches of a call.
 _passed: set[Hashable] = set()
 _PASSED_KEPT = 1024
 
@@ -54,10 +54,10 @@ def moe_mlp(
     compute: str | None = None,
     float8_matrices: Float8Matrices | None = None,
 ) -> Tensor:
-    """Give each token to its experts, and add up what they make of it, weighted.
+    """Run each token through its experts, and return the weighted sum of their outputs.
 
     ``out[t] = sum over the slots k of token t of probs[t, k] * (silu(x[t] G) * (x[t] U)) D`` with the matrices G, U
-    (the two halves of ``gate_up``) and D of the expert that slot k is assigned to. These calls give the same, except
+    (the two halves of ``gate_up``) and D of the expert that slot k is assigned to. These calls return the same, except
     for the rounding of rows::
 
         rows = swiglu(grouped_gemm(x, gate_up, plan=plan, permute_x=True, transpose=False))
@@ -72,27 +72,27 @@ def moe_mlp(
     ``workspace_mb``. No host synchronisation on a GPU with Triton, nor in a graph on one of compute capability 9.0; a
     plan with a static buffer makes all shapes static, and CUDA graphs can capture both passes.
 
-    On an NVIDIA GPU, bfloat16 and float16 run on Triton where it is installed. There SwiGLU without biases keeps
-    ``x``, the first product H of each row and the maps for the backward pass: 2 T d + 4 N n bytes. Rows of d columns
-    are not kept: the gradient of a weight is the dot product of the row before the second product and the gradient
-    there (SonicMoE, arXiv 2512.14080). Each pass makes only some of these rows at a time, in a buffer of
-    ``workspace_mb``. A second backward pass through the same graph is refused. Lists of matrices are treated as in
-    `grouped_gemm`.
+    On an NVIDIA GPU, bfloat16 and float16 run on Triton if it is installed. SwiGLU without biases then keeps ``x``, the
+    first GEMM's output H and the maps for the backward pass: 2 T d + 4 N n bytes. Rows of d columns are not kept: the
+    gradient of a weight is the dot product of the second GEMM's input row and its gradient (SonicMoE, arXiv
+    2512.14080). Each pass computes these rows in chunks, in a buffer of ``workspace_mb``. A second backward pass
+    through the same graph raises. Lists of matrices are treated as in `grouped_gemm`.
 
     In a graph, and in dygraph on a GPU without Triton, SwiGLU without biases is one operator of the compiled library if
-    each of ``gate_up`` and ``down`` is one tensor. So a program that was saved on one device runs on another. It keeps
-    the same, and ``keep`` holds; ``workspace_mb`` does not: all rows of d columns exist for a while. A second backward
-    pass may follow, a gradient of a gradient may not. On a GPU of compute capability 9.0 its kernels make bfloat16 and
-    float16 layers whose d and n are multiples of 8, with no host synchronisation. In all other cases its products are
-    Paddle's matmul, expert by expert, with a host synchronisation on a GPU.
+    each of ``gate_up`` and ``down`` is one tensor. A program that was saved on one device therefore runs on another.
+    The operator keeps the same tensors and respects ``keep``. It ignores ``workspace_mb``: all rows of d columns exist
+    at the same time. A second backward pass is supported, a gradient of a gradient is not. On a GPU of compute
+    capability 9.0 its kernels run bfloat16 and float16 layers whose d and n are multiples of 8, without host
+    synchronisation. In all other cases its GEMMs are Paddle's matmul, expert by expert, with a host synchronisation on
+    a GPU.
 
-    Everything else runs on the operators of the lines above: ``keep`` and ``workspace_mb`` make no difference there,
-    and more is kept for the backward pass. With ``compute``, ``keep`` holds everywhere.
+    All other layers run as the composed calls above. They ignore ``keep`` and ``workspace_mb``, and keep more tensors
+    for the backward pass. With ``compute``, ``keep`` applies everywhere.
 
     Args:
         x: [T, d] bfloat16, float16 or float32 tokens. More dimensions, [..., d], count as T tokens in all.
-        plan: where the rows of tokens are, from `route`.
-        probs: what each row is multiplied by, float32: [T, K] or flat [T*K] by slot of ``plan``, [N] by row, or None
+        plan: the rows of the tokens, from `route`.
+        probs: the factor of each row, float32: [T, K] or flat [T*K] by slot of ``plan``, [N] by row, or None
             for the plain sum. The gradient has this shape; it is 0 at slots without a row.
         gate_up: [E, d, 2 * n], dtype of ``x``: the gate's columns first, as Paddle's ``swiglu`` has them.
             With ``transpose`` [E, 2 * n, d]. Or a list or a `paddle.nn.ParameterList` of E matrices, as in
@@ -103,29 +103,32 @@ def moe_mlp(
             gpt_oss: ``(u + 1) * g * sigmoid(1.702 * g)`` with g clamped to at most 7 and u to [-7, 7]; clamped values
             have no gradient.
         transpose: whether the matrices are stored transposed, as the weight of a torch Linear is.
-        weights_by: what flat ``probs`` are by, "row" or "slot"; needed for flat ``probs``, as ``plan.row_probs`` are.
-        keep: "h", or "x" to keep only the tokens and the maps, and make H again in the backward pass; with ``compute``
-            also "h_fp8" to keep H as float8 codes, with a scale for each 128 columns. In a graph that is "h".
-        workspace_mb: MiB of the buffer on Triton, 1 or more; it always holds at least a few columns of all rows. A
-            larger one makes layers of many small experts faster.
-        accumulate: whether to add the gradients of the matrices to existing ones as they are made, instead of giving
-            them to Paddle, which would pass over all matrices once more. They are added to the attribute ``main_grad``,
-            a tensor of float32 or of the matrix's dtype, which is made (float32) if it is None; without that attribute
-            to ``grad``, if there is one. Use ``backward()``: hooks on the gradient of the matrix, and `paddle.grad`,
-            then get None. A second backward pass through the same graph raises. paddle.DataParallel does not reduce
-            what is in ``main_grad``: do that before the optimizer's step. ``main_grad`` is what Fleet's
-            `MixPrecisionOptimizer` takes; `paddle.optimizer.AdamW` alone ignores it. The same goes for the biases.
-        gate_up_bias: [E, 2 * n], dtype of ``x``, added to the first product: the gate's first, as in ``gate_up``. Or a
-            list of E vectors.
-        down_bias: [E, d], dtype of ``x``, added to the second product before it is weighted. Or a list of E vectors.
+        weights_by: the order of flat ``probs``, "row" or "slot"; required for flat ``probs``, such as
+            ``plan.row_probs``.
+        keep: "h", or "x" to keep only the tokens and the maps, and recompute H in the backward pass; with ``compute``
+            also "h_fp8" to keep H as float8 codes, with a scale for each 128 columns. In a graph "h_fp8" means "h".
+        workspace_mb: MiB of the buffer on Triton, 1 or more; it always has room for a few columns of all rows. A larger
+            buffer speeds up layers of many small experts.
+        accumulate: whether to add the gradients of the matrices to existing ones as they are computed, instead of
+            returning them to Paddle, which would read and write all matrices once more. They are added to the attribute
+            ``main_grad``, a tensor of float32 or of the matrix's dtype, which is allocated (float32) if it is None;
+            without that attribute to ``grad``, if there is one. Use ``backward()``: hooks on the gradient of the
+            matrix, and `paddle.grad`, then receive None. A second backward pass through the same graph raises.
+            paddle.DataParallel does not reduce ``main_grad``: do that before the optimizer's step. Fleet's
+            `MixPrecisionOptimizer` reads ``main_grad``; `paddle.optimizer.AdamW` alone ignores it. Biases are treated
+            in the same way.
+        gate_up_bias: [E, 2 * n], dtype of ``x``, added to the first GEMM's output: the gate's first, as in ``gate_up``.
+            Or a list of E vectors.
+        down_bias: [E, d], dtype of ``x``, added to the second GEMM's output before it is weighted. Or a list of E
+            vectors.
         compute: "fp8_1x128" to multiply float8 operands (docs/float8_layers.md): tokens, gradients and rows between the
-            products are quantised with a scale for each 128 columns, matrices in each pass with one for each 128 x 128
-            elements. Gradients of matrices are made of operands in the dtype of ``x``. SwiGLU without biases. GPUs of
-            compute capability 9.0 have kernels for bfloat16, d a multiple of 16 and n one of 128; elsewhere quantised
-            values are multiplied in float32, which takes longer than ``None``. In a graph it is an operator of the
-            compiled library, which stacks lists of matrices.
-        float8_matrices: with ``compute`` in dygraph, where quantised matrices are kept from one call to the next, see
-            `Float8Matrices`; None: each pass quantises those that it needs.
+            GEMMs are quantised with a scale for each 128 columns, matrices in each pass with a scale for each 128 x 128
+            elements. The wgrad GEMMs have operands in the dtype of ``x``. Only for SwiGLU without biases. GPUs of
+            compute capability 9.0 have kernels for bfloat16 with d a multiple of 16 and n a multiple of 128. Otherwise
+            quantised values are multiplied in float32, which takes longer than ``None``. In a graph it is an operator
+            of the compiled library, which stacks lists of matrices.
+        float8_matrices: with ``compute`` in dygraph, the store that keeps quantised matrices from one call to the next,
+            see `Float8Matrices`; None: each pass quantises those that it needs.
 
     Returns:
         a tensor with the shape and dtype of ``x``.
@@ -135,7 +138,7 @@ def moe_mlp(
         ValueError: an argument of the wrong value or shape; ``accumulate`` in a static graph, or with a matrix or a
             bias that is not a leaf or whose ``main_grad`` does not fit; ``compute`` with biases or with another
             activation; ``keep="h_fp8"`` or ``float8_matrices`` without ``compute``, or the latter in a static graph or
-            made of other matrices; ``compute`` in a graph where the compiled library has no operators.
+            made of other matrices; ``compute`` in a graph if the compiled library has no operators.
     """
     options = activation, transpose, weights_by, keep, workspace_mb, accumulate
     call = prepared(x, plan, probs, gate_up, down, *options, gate_up_bias, down_bias, compute, float8_matrices)
@@ -144,7 +147,7 @@ def moe_mlp(
     if call.why_composed is None or compute is not None:
         run = backend.moe_mlp
         if call.why_composed is not None:
-            from ._float8_mlp import composed_float8 as run  # needs ml_dtypes, which a report of what is missing lacks
+            from ._float8_mlp import composed_float8 as run  # imported late: needs ml_dtypes, which may be missing
         out = run(tokens, gate_up, down, weights, spec)
     else:
         if spec.accumulates:
@@ -164,11 +167,11 @@ class Prepared(NamedTuple):
     """A call of `moe_mlp` whose arguments are checked.
 
     Attributes:
-        backend: what multiplies.
+        backend: the backend of the GEMMs.
         operands: tokens [T, d], gate_up, down, weights as the spec says, and the biases. Under mixed precision on a GPU
             tokens and matrices have its dtype.
         spec: all that has no gradient.
-        why_composed: why the backend does not make the layer as one, or None if it does.
+        why_composed: the reason why the backend does not run the layer as one, or None if it does.
     """
 
     backend: Backend
@@ -194,7 +197,7 @@ def prepared(
     compute: str | None,
     float8_matrices: Float8Matrices | None,
 ) -> Prepared:
-    """Check the arguments of `moe_mlp`, and choose what makes the layer."""
+    """Check the arguments of `moe_mlp`, and choose the backend and the form of the layer."""
     gate_up, down, gate_up_bias, down_bias = map(listed, (gate_up, down, gate_up_bias, down_bias))
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
     options = activation, transpose, weights_by, keep, workspace_mb, accumulate, compute
@@ -242,7 +245,7 @@ def prepared(
 
 
 def _signature(x: Any, plan: Any, probs: Any, gate_up: Any, down: Any, biases: Any, options: tuple) -> Hashable:
-    """All that `_check` looks at, or None for calls out of the ordinary: these are checked each time."""
+    """All that `_check` reads, or None for unusual calls, which are checked each time."""
     if type(plan) is not Plan or biases["gate_up_bias"] is not None or biases["down_bias"] is not None:
         return None
     counts: list[int | None] = []
@@ -255,7 +258,7 @@ def _signature(x: Any, plan: Any, probs: Any, gate_up: Any, down: Any, biases: A
     if facts is None:
         return None
     sizes = plan.num_tokens, plan.topk, plan.num_experts, plan.num_rows
-    signature = facts, *counts, *sizes, *options, *map(type, options)  # True is 1 otherwise
+    signature = facts, *counts, *sizes, *options, *map(type, options)  # otherwise True would equal 1
     try:
         hash(signature)
     except TypeError:
@@ -272,7 +275,7 @@ def _check(
     biases: dict[str, Matrices | None],
     options: tuple,
 ) -> Plan:
-    """Check all arguments; gives the plan."""
+    """Check all arguments, and return the plan."""
     activation, transpose, weights_by, keep, workspace_mb, accumulate, compute = options
     _checks.choice(_NAME, "activation", activation, ACTIVATIONS)
     _checks.choice(_NAME, "weights_by", weights_by, (None, "row", "slot"))
@@ -302,7 +305,7 @@ def _accumulated_biases(*biases: Matrices | None) -> list[Matrices | None]:
 
 
 def check_destinations(function: str, **given: Matrices) -> None:
-    """Check that gradients can be added to what the matrices, and the biases, have."""
+    """Check that the matrices and biases have gradients to which a backward pass can add."""
     for argument, value in given.items():
         for name, each in named(argument, value).items():
             problem = why_not(each)
@@ -311,7 +314,7 @@ def check_destinations(function: str, **given: Matrices) -> None:
 
 
 def check_compute(function: str, compute: str | None, activation: str, has_biases: bool) -> None:
-    """Check what `moe_mlp` multiplies."""
+    """Check the argument ``compute`` of `moe_mlp`."""
     _checks.choice(function, "compute", compute, COMPUTE)
     if compute is None:
         return
@@ -324,12 +327,12 @@ def check_compute(function: str, compute: str | None, activation: str, has_biase
 def _checked_float8_matrices(
     given: Float8Matrices, x: Tensor, gate_up: Matrices, down: Matrices, transpose: bool, compute: str | None
 ) -> Float8Matrices | None:
-    """What a call takes its matrices from, or None if it quantises them itself, as every pass of a graph does."""
+    """The store of a call's quantised matrices; None if the call itself quantises, as every pass of a graph does."""
     _checks.instance(_NAME, "float8_matrices", given, Float8Matrices, "a Float8Matrices or None")
     if compute is None:
         _checks.bad_value(_NAME, "float8_matrices", "None without compute", given)
     if is_graph_value(x):
-        if not is_default(given):  # else no one asked for it in this call
+        if not is_default(given):  # otherwise this call did not request it
             _checks.bad_value(_NAME, "float8_matrices", f"None {IN_GRAPH}", given)
         return None
     if holds_others(given, gate_up, down, transpose):

@@ -1,9 +1,9 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows in float8 with a scale for each 128 columns, and experts that work on them.
+"""Rows in float8 with a scale for each 128 columns, and experts that run on them.
 
-T tokens, H hidden size, N rows of the permuted buffer, S = ceil(H / 128) scales per row. Quantising on the way to
-expert order is `permute` with ``quantize``.
+T tokens, H hidden size, N rows of the permuted buffer, S = ceil(H / 128) scales per row. `permute` with ``quantize``
+quantises while permuting.
 
 The rule, for each group of 128 columns (the last may be shorter), in float32:
 
@@ -15,9 +15,8 @@ The rule, for each group of 128 columns (the last may be shorter), in float32:
 The groups are those of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
 
 Scales are float32 [rows, S], or for ue8m0 int32 [rows, ceil(S / 4)]: four exponents, biased by 127, to an int32, the
-lowest group in the lowest byte. ``scale_layout="col"`` gives them transposed and contiguous, with the rows filled up
-to a multiple of 4 by zeros, as grouped GEMMs read them through TMA: float32 [S, ceil4(rows)], int32
-[ceil(S / 4), ceil4(rows)].
+lowest group in the lowest byte. With ``scale_layout="col"`` they are transposed and contiguous, with the rows padded to
+a multiple of 4 by zeros, as grouped GEMMs load them by TMA: float32 [S, ceil4(rows)], int32 [ceil(S / 4), ceil4(rows)].
 """
 
 from __future__ import annotations
@@ -71,14 +70,15 @@ def dequantize_1x128(
 ) -> Tensor:
     """Multiply codes by their scales.
 
-    The product is formed in float32 and rounded once. Padding rows (codes and scales 0) give 0. Not differentiable: the
-    result has ``stop_gradient=True``. Deterministic: the same bits on every backend and run, except for NaN. No host
-    synchronisation.
+    The product is formed in float32 and rounded once. The result of padding rows (codes and scales 0) is 0. Not
+    differentiable: the result has ``stop_gradient=True``. Deterministic: the same bits on every backend and run, except
+    for NaN. No host synchronisation.
 
     Args:
         codes: [N, H] float8_e4m3fn.
-        scales: float32, or int32 for packed ue8m0, as `quantize_1x128` and `permute` give them; their dtype says which.
-        scale_layout: "row" or "col", the layout that the scales have.
+        scales: float32, or int32 for packed ue8m0, as `quantize_1x128` and `permute` return them, distinguished by
+            dtype.
+        scale_layout: "row" or "col", the layout of the scales.
         dtype: dtype of the result: bfloat16, float16 or float32, as a Paddle dtype or its name.
 
     Returns:
@@ -110,7 +110,7 @@ def quantized_experts(
     scale_layout: str = "row",
     amax_min: float = 1e-4,
 ) -> Tensor:
-    """Quantise tokens on their way to expert order, run experts on the float8 rows, and connect the gradients.
+    """Quantise tokens while permuting them, run experts on the float8 rows, and connect the gradients.
 
     One node of the autograd graph: float8 tensors, which can have no gradient in Paddle, exist only inside it. It keeps
     codes, scales and ``tensors`` for the backward pass, not ``x`` and not its rows in 16 bits. The gradient of ``x``
@@ -130,12 +130,12 @@ def quantized_experts(
 
     Args:
         x: [T, H] bfloat16, float16 or float32; any H >= 1, rows may be strided.
-        plan: where the rows go.
+        plan: the rows of each token.
         expert_fn: ``expert_fn(codes, scales, *tensors)`` -> a new tensor, bfloat16, float16 or float32, such as the
             experts' outputs [N, any]. Codes are [N, H]; codes and scales of padding rows are 0. Runs without
             recording gradients.
         expert_vjp: ``expert_vjp(d_out, codes, scales, *tensors)`` -> d_rows [N, H] in the dtype of ``x``, followed by
-            one gradient for each of ``tensors``, or None where it has none. Without ``tensors``, d_rows alone is
+            one gradient for each of ``tensors``, or None if it has none. Without ``tensors``, d_rows alone is
             enough. Padding rows of d_rows are not read.
         tensors: tensors besides ``x`` that the result depends on, such as weights and ``plan.row_probs``.
         quantize: "fp8_1x128" or "fp8_1x128_ue8m0".
@@ -176,7 +176,7 @@ def quantized_experts(
 
 
 def _scales_shape(codes: Tensor, ue8m0: bool, scale_layout: str) -> list[int]:
-    """The shape of the scales of codes; -1 where a graph does not know a size."""
+    """The shape of the scales of codes; -1 for a size that a graph does not know."""
     num_rows, hidden = codes.shape
     groups = -1 if hidden < 0 else -(-hidden // 128)
     columns = -1 if groups < 0 else -(-groups // 4) if ue8m0 else groups
@@ -186,12 +186,12 @@ def _scales_shape(codes: Tensor, ue8m0: bool, scale_layout: str) -> list[int]:
 
 
 def _check_rows_out(out: Any) -> Tensor:
-    """What expert_fn returned."""
+    """The checked result of expert_fn."""
     return _checks.tensor("quantized_experts", "expert_fn's result", out, _checks.SUM_DTYPES, getattr(out, "shape", []))
 
 
 def _check_gradients(result: Any, shape: list[int], dtype: Any, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    """What expert_vjp returned, as one gradient for the rows and one for each of the tensors."""
+    """The checked result of expert_vjp: one gradient for the rows and one for each of the tensors."""
     name = "quantized_experts"
     gradients = tuple(result) if isinstance(result, (tuple, list)) else (result,)
     if len(gradients) != 1 + len(tensors):

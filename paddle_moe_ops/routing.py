@@ -40,7 +40,7 @@ class _PlanFields(NamedTuple):
 
 
 class Plan(_PlanFields):
-    """Where every slot's row is, and whose row every row is. Made by `route`, followed by `permute` and `unpermute`.
+    """The row of every slot and the token of every row. Returned by `route`, used by `permute` and `unpermute`.
 
     T tokens, K slots per token, E experts, N rows of the permuted buffer. A slot is one (token, k) pair with flat
     number t * K + k. All tensors but ``row_probs`` are int32 on the routing's device and have no gradient; -1 means
@@ -100,7 +100,7 @@ class Plan(_PlanFields):
         return values
 
     def __repr__(self) -> str:
-        """The sizes. The tensors are long, and can be printed by name."""
+        """The sizes only, since the tensors are long; print them by name."""
         sizes = ("num_tokens", "topk", "num_experts", "padding_alignment", "num_rows")
         return f"Plan({', '.join(f'{name}={getattr(self, name)}' for name in sizes)})"
 
@@ -108,7 +108,7 @@ class Plan(_PlanFields):
 def as_plan(function: str, value: Any) -> Plan:
     """Check that an argument ``plan`` is one.
 
-    paddle.jit.to_static with full_graph=False hands a plan that its program made on as a plain tuple of the fields.
+    paddle.jit.to_static with full_graph=False returns its program's plan as a plain tuple of the fields.
     """
     if type(value) is tuple and len(value) == len(Plan._fields):
         return Plan._make(value)
@@ -117,12 +117,12 @@ def as_plan(function: str, value: Any) -> Plan:
 
 
 def tokens_of(plan: Plan) -> tuple[int, str]:
-    """How many rows a matrix of the plan's tokens must have, and why, for `_checks.rows`."""
+    """The number of rows of a matrix of the plan's tokens, and the reason, for `_checks.rows`."""
     return plan.num_tokens, ", the tokens of plan"
 
 
 def rows_of(plan: Plan) -> tuple[int, str]:
-    """How many rows a matrix of the plan's rows must have, and why, for `_checks.rows`."""
+    """The number of rows of a matrix of the plan's rows, and the reason, for `_checks.rows`."""
     return plan.num_rows, ", the rows of plan"
 
 
@@ -134,8 +134,8 @@ def check_weights(function: str, argument: str, weights: Any, plan: Plan, flat: 
         argument: name of the argument.
         weights: [N] by row, [T, K] by slot, or, unless ``flat`` is "row", [T*K] by slot.
         plan: the plan.
-        flat: what weights of one dimension are by, "row" or "slot": an argument ``weights_by``. None: not said, which
-            raises. Their number could tell, but not in every batch: often there are as many rows as slots.
+        flat: the order of weights of one dimension, "row" or "slot": an argument ``weights_by``. None raises: the
+            number of weights is ambiguous, since many batches have as many rows as slots.
 
     Returns:
         whether they are by slot.
@@ -165,30 +165,30 @@ def route(
     capacity: int | Tensor | None = None,
     validate: bool | None = None,
 ) -> Plan:
-    """Give every routed slot its row in expert order.
+    """Assign a row in expert order to every routed slot.
 
     Expert segments follow each other ascending, each padded to a multiple of ``padding_alignment`` rows; inside a
     segment rows follow ascending token, then slot. Deterministic: the same maps on every backend and run.
 
     ``plan.row_probs`` is differentiable in ``probs``; the gradient is 0 at slots without a row.
-    Host synchronisation: on a GPU one, to learn N, unless ``buffer_size`` or a list of ints is given, and with
-    ``validate=True``; none on the CPU. With ``capacity``, a tensor of counts, or a static graph that does not know T,
-    costs one more.
+    Host synchronisation: none on the CPU. On a GPU one, to read N, unless ``buffer_size`` or a list of ints is passed,
+    and one with ``validate=True``. With ``capacity``, a tensor of counts, or a static graph with unknown T, costs one
+    more.
 
     Args:
         routing: expert ids, int32 or int64 [T, K] with -1 for an unassigned slot, or a mask, bool [T, E].
         probs: float32 [T, K] for ids, [T, E] for a mask, or None.
-        num_experts: E, at most 65536; needed for ids. A mask tells it.
+        num_experts: E, at most 65536; required for ids. A mask implies it.
         padding_alignment: rows, >= 1.
         tokens_per_expert: the number of routed rows of each expert, if known: a list of ints or of int tensors with one
             element, or a 1-D int array or tensor. Each must be the number before any slot is dropped, with or without
             its segment's padding. None: counted. Ignored with a static buffer.
-        buffer_size: N of a static buffer. Rows at or beyond its end are dropped and counted in ``plan.overflow``, the
-            others stay where they are. -1: N is the sum of the padded segments.
+        buffer_size: N of a static buffer. Rows at or beyond its end are dropped and counted in ``plan.overflow``; the
+            others keep their places. -1: N is the sum of the padded segments.
         topk: K of a mask, by default E. If a token has more experts, the highest are dropped.
         duplicates: "first": if an id repeats in a token, its first slot gets the row. "each": every slot gets one.
-        capacity: rows that an expert gets at most, an int or a 0-D int tensor, which stays where it is. The first rows
-            of its segment are kept; the slots of the others are dropped and counted in ``plan.overflow``, and the
+        capacity: rows that an expert gets at most, an int or a 0-D int tensor, which stays on its device. The first
+            rows of its segment are kept; the slots of the others are dropped and counted in ``plan.overflow``, and the
             segments after it move up. None: no limit.
         validate: True: bad ids, repeated ids (with duplicates="first"), NaN probabilities and slots dropped for lack of
             room in a static buffer raise. False: bad ids count as -1, repeated ids have no row, NaN is copied. None:
@@ -262,7 +262,7 @@ def plan_of(
     *,
     has_probs: bool = False,
 ) -> Plan:
-    """A plan of the ten tensors that the operator `route` makes."""
+    """A plan of the ten tensors that the operator `route` returns."""
     row_probs = maps[5] if has_probs else None
     return Plan._make(
         (*maps[:5], row_probs, *maps[6:], num_tokens, topk, num_experts, padding_alignment, maps[2].shape[0])
@@ -270,7 +270,7 @@ def plan_of(
 
 
 def _holds_zeros_and_ones(ids: Tensor) -> bool:
-    """Whether ids look like a mask of integers."""
+    """True if ids look like a mask of integers."""
     return isinstance(ids, Tensor) and bool(((ids == 0) | (ids == 1)).all())
 
 
@@ -284,14 +284,14 @@ def _route_up_to(
 ) -> Tensors:
     """The ten tensors of a plan in which no expert has more rows than its capacity.
 
-    A first routing says which place in its expert's segment each slot would have; a second one routes the slots that
-    are left. It takes ids where the routing is a mask, since slots must not move to other columns.
+    A first routing finds the place of each slot in its expert's segment; a second one routes the remaining slots. If
+    the routing is a mask, the second one routes ids, since slots must keep their columns.
     """
     is_counted = spec.counts is None and counts is None
     num_slots = routing.shape[0] * (routing.shape[1] if spec.topk < 0 else spec.topk)  # negative if T is not known
     whole = spec._replace(
-        # Without padding, every slot fits a buffer of this many rows, which saves a synchronisation. Given counts may
-        # include padding, and are only looked at without a buffer.
+        # Without padding, every slot fits a buffer of this many rows, which saves a synchronisation. The caller's
+        # counts may include padding, and are only read without a buffer.
         padding_alignment=1 if is_counted else spec.padding_alignment,
         buffer_size=max(num_slots, -1) if is_counted else -1,
         validation=min(spec.validation, Validation.DATA),
@@ -341,16 +341,16 @@ def calculate_topk(
 
     Scores are the sigmoid of each logit or the softmax over a token's logits, in float32, rounded to the dtype of
     the logits, as in Unsloth. With ``score_dtype="float32"`` they stay in float32, as in FastDeploy, vLLM, Megatron and
-    TransformerEngine; of bfloat16 logits that chooses otherwise between scores that are nearly equal. The K experts
-    with the highest values are chosen; where values are equal, the lower id; NaN ranks above all numbers. Weights are
+    TransformerEngine; with bfloat16 logits, the choice between nearly equal scores then differs. The K experts
+    with the highest values are chosen; if values are equal, the lower id; NaN ranks above all numbers. Weights are
     the scores of the chosen experts, divided by their sum and scaled if asked for.
 
-    What routers add to this: ERNIE 4.5 a correction bias; DeepSeek-V2 groups (``scores_per_group=1``); DeepSeek-V3
-    (arXiv:2412.19437, section 2.1.2) sigmoid, bias, groups (of the two best scores) and a scaling factor.
+    Models extend this: ERNIE 4.5 adds a correction bias; DeepSeek-V2 adds groups (``scores_per_group=1``); DeepSeek-V3
+    (arXiv:2412.19437, section 2.1.2) adds sigmoid, bias, groups (of the two best scores) and a scaling factor.
 
     Weights and scores are differentiable in ``gating``; the choice and ``correction_bias`` get no gradient.
     Deterministic: the compiled operator gives the same bits on every device and run. On other backends scores differ in
-    the last bits, as exponentials do; so may the choice between scores that are nearly equal. No host synchronisation.
+    the last bits, as exponentials do, and with them the choice between nearly equal scores. No host synchronisation.
 
     Args:
         gating: logits [T, E], or [..., E] with any other dimensions in front, bfloat16, float16 or float32. As a
@@ -361,13 +361,13 @@ def calculate_topk(
         pre_act: choose by scores of all experts.
         post_act: choose by logits and score the chosen experts only, so that a softmax runs over K. Exactly one of
             ``pre_act`` and ``post_act`` must be True.
-        correction_bias: float32 [E] or [1, E], added in float32 to the values that experts are chosen by, and to
-            nothing else.
+        correction_bias: float32 [E] or [1, E], added in float32 to the values that rank the experts, and to nothing
+            else.
         num_groups: number of groups, each of E / num_groups consecutive experts.
-        topk_groups: how many groups a token's experts may come from: those with the highest sums, the lower group
-            where sums are equal. None: all.
-        scores_per_group: how many of a group's highest values (with the bias) its sum adds up.
-        scaling_factor: what the weights are multiplied by in the end.
+        topk_groups: the number of groups from which a token's experts are chosen: those with the highest sums, the
+            lower group if sums are equal. None: all.
+        scores_per_group: the number of a group's highest values (with the bias) in its sum.
+        scaling_factor: factor of the final weights.
         return_scores: whether to return the scores of all experts too, for auxiliary losses.
         score_dtype: None, the dtype of ``gating``, or ``"float32"``: that of scores and weights, in which experts are
             chosen.
@@ -437,10 +437,10 @@ def _product(sizes: Sequence[int]) -> int:
 def check_groups(
     function: str, argument: str, num_experts: int, top_k: Any, num_groups: Any, topk_groups: Any, scores_per_group: Any
 ) -> tuple[int, int]:
-    """Check K, the ``argument`` of a function, and the groups that experts may come from.
+    """Check K, the ``argument`` of a function, and the groups of experts.
 
     Returns:
-        the number of groups, and of those that are kept.
+        the number of groups, and the number of kept groups.
     """
     top_k = _checks.integer(function, argument, top_k, 1)
     num_groups = _checks.integer(function, "num_groups", num_groups, 1)

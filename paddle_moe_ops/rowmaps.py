@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Maps of other packages, made from a plan, and the maps for moving rows, made from those.
 
-What is read from a map has one slot per expert: slot e of a token is its expert e.
+Maps that are read have one slot per expert: slot e of a token is its expert e.
 """
 
 from __future__ import annotations

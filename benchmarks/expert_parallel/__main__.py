@@ -14,7 +14,7 @@ to others.
     dispatch_without_copy  with ``copy=False``
     dispatch_float8  with ``payload="fp8_1x128"``; tokens arrive in bfloat16 again
     combine          `ExpertParallel.combine` in no_grad
-    rows_alltoall    what users write by hand: permute, alltoall_single of all rows, sort_chunks
+    rows_alltoall    the hand-written way: permute, alltoall_single of all rows, sort_chunks
     alltoall_single  the same bytes as dispatch, through paddle.distributed
     layer_forward    dispatch, `moe_mlp` and combine, with gradients to come
     layer            the same with the backward pass
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def machine(commit: str, ranks: int, backend: str) -> dict[str, Any]:
-    """What the first line of a result says."""
+    """The first line of a result file."""
     gpus, driver = ["CPU"] * ranks, "none"
     if backend != "gloo":
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is timed on each rank."""
+"""The calls that each rank times."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
     topk: int
 
     def flops(self, tokens: int) -> int:
-        """Of the matrix products of a forward pass."""
+        """Floating-point operations of a forward pass's GEMMs."""
         return 6 * tokens * self.topk * self.hidden * self.inner
 
 
@@ -51,7 +51,7 @@ MODELS = tuple(name for name in SHAPES if name != "trial")
 
 
 class Rank:
-    """What one rank times."""
+    """The inputs and the timed calls of one rank."""
 
     def __init__(self, name: str, tokens: int, samples: int) -> None:
         self.shape, self.tokens, self.samples = SHAPES[name], tokens, samples
@@ -74,7 +74,7 @@ class Rank:
         return self.shape.experts // self.group.nranks
 
     def _bytes(self, rows: list[int]) -> int:
-        """Of rows that cross to other ranks."""
+        """Bytes of the rows that cross to other ranks."""
         return sum(count for other, count in enumerate(rows) if other != self.group.rank) * 2 * self.shape.hidden
 
     def random(self, shape: list[int], scale: float) -> Any:
@@ -117,7 +117,7 @@ class Rank:
     def copies(self) -> None:
         """The driver's own copy of as many bytes to the next rank."""
         page, group = granularity(self.ids.place), self.group
-        most = self._bytes([self.tokens] * group.nranks)  # the ranks' own bytes differ, but not the size of a window
+        most = self._bytes([self.tokens] * group.nranks)  # own bytes differ between ranks, buffers do not
         region = -(-most // page) * page
         views = allocate(group, self.ids, BufferShape(region, group.nranks, region, paddle.uint8))
         target = views.peers.data_ptr() + (group.rank + 1) % group.nranks * region
@@ -149,7 +149,7 @@ class Rank:
         self.timed("dispatch_float8", lambda: in_float8.dispatch(self.x, self.ids, self.probs), crossing, **how)
 
     def collectives(self) -> None:
-        """What users write by hand, and the collective alone on the bytes of dispatch."""
+        """Time the hand-written way, and the collective alone on the bytes of dispatch."""
         group, ranks, hidden = self.group, self.group.nranks, self.shape.hidden
         plan = route(self.ids, num_experts=self.shape.experts)
         told: list[Any] = []
@@ -176,7 +176,7 @@ class Rank:
         self.timed("alltoall_single", exchange_tokens, self.crossing, transport="alltoall")
 
     def trained(self) -> list[Any]:
-        """x, probs, and the matrices of this rank's experts, all of which want gradients."""
+        """x, probs, and the matrices of this rank's experts, all of which require gradients."""
         shape = self.shape
         gate_up = self.random([self.experts, shape.hidden, 2 * shape.inner], shape.hidden**-0.5)
         down = self.random([self.experts, shape.inner, shape.hidden], shape.inner**-0.5)
@@ -186,7 +186,7 @@ class Rank:
         return trained
 
     def start_together(self, queued: float) -> None:
-        """Let the ranks begin what follows at the same time, and after the host has queued it, which takes seconds."""
+        """Start the ranks' next work at the same time, and after the host has queued it, which takes seconds."""
         self.stream.delay(1.5e6 * queued + 2000)
         paddle.distributed.all_reduce(self.one)
 

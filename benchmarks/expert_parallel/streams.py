@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where Paddle's kernels run, with marks in the order of their work: a GPU's stream, or this process."""
+"""Streams on which Paddle's kernels run, with marks in the order of their work: a GPU's stream, or this process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class GpuStream:
         )
 
     def delay(self, microseconds: float) -> None:
-        """Keep the GPU busy, so that what follows is queued before it begins."""
+        """Keep the GPU busy, so that later work is queued before it starts."""
         for _ in range(int(microseconds / _US_OF_DELAY) + 1):
             self._call("cuMemsetD8Async", self._delay, 0, ctypes.c_size_t(_DELAY_BYTES), self._stream)
 
@@ -76,7 +76,7 @@ class GpuStream:
 
 
 class HostStream:
-    """The same on a CPU, where work is done when a call returns."""
+    """The same on a CPU, whose calls return when their work is done."""
 
     def copy(self, target: int, source: int, size: int) -> None:
         ctypes.memmove(target, source, size)
@@ -95,5 +95,5 @@ class HostStream:
 
 
 def stream_of(place: Any) -> GpuStream | HostStream:
-    """Where the kernels of tensors of a place run."""
+    """The stream of the kernels of a place's tensors."""
     return HostStream() if place.is_cpu_place() else GpuStream(place)

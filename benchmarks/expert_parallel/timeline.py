@@ -21,7 +21,7 @@ __all__ = ["timelines"]
 
 _ROUTE = "route"  # the step in which all waits until the tokens that arrive are routed
 _WAIT = "wait"  # for other ranks
-# What an operator of the transport "peer" does in its stage.
+# The step of each operator of the transport "peer" within its stage.
 _STEPS = {
     "rank_plan": "plan",
     "rank_rows": "plan",
@@ -45,7 +45,7 @@ class _Recorder:
         self._passing, self._stage = "", ""
 
     def enter(self, passing: str, stage: str) -> None:
-        """Say what the steps that follow belong to."""
+        """Set the pass and the stage of the following steps."""
         self._passing, self._stage = passing, stage
 
     def begin(self, stage: str | None, step: str) -> None:
@@ -81,7 +81,7 @@ class _Recorder:
 
 @contextlib.contextmanager
 def _watched(recorder: _Recorder) -> Iterator[None]:
-    """Have a recorder mark the steps of exchanges, and where they wait for routing."""
+    """Have a recorder mark the steps of exchanges, and their waits for routing."""
     with contextlib.ExitStack() as patches:
         for module in (peer, rendezvous, symmetric_memory):
             patches.enter_context(mock.patch.object(module, "direct", recorder.watching(module.direct)))
@@ -114,7 +114,7 @@ def timelines(name: str, tokens: int, samples: int) -> list[list[dict[str, Any]]
         recorder.enter("forward", "combine")
         y = ep.combine(out, got)
         recorder.enter("backward", "combine")
-        # The engine calls a tensor's hook before it goes on to what the tensor was made of.
+        # The engine calls a tensor's hook before it runs the node that produced the tensor.
         out.register_hook(lambda _: recorder.begin("products", "products"))
         got.tokens.register_hook(lambda _: (recorder.end(), recorder.enter("backward", "dispatch"))[0])
         paddle.grad([y], trained, [d_out])

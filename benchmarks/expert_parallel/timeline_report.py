@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The table and the picture of what ``python3 -m benchmarks.expert_parallel --timeline`` recorded."""
+"""The table and the picture of the record of ``python3 -m benchmarks.expert_parallel --timeline``."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Recorded(NamedTuple):
 
     @staticmethod
     def of(path: Path) -> Recorded:
-        """What a file holds."""
+        """The contents of a file."""
         machine, *lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
         calls: dict[str, list[dict[str, Any]]] = {}
         for line in lines:

@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// What memory allows: kernels that move bytes as the operators do, without maps and without arithmetic.
+// Memory ceilings: kernels that move bytes as the operators do, without maps and without arithmetic.
 //
 // All work on vectors of 16 bytes. `n` vectors are on the small side; the large side holds `fold` streams of n vectors and `extra`
 // vectors of one more stream, so any ratio of bytes can be made. A thread takes vector i of every stream; grids stride.

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the GPU's memory allows, measured in the same process and by the same timer as the operators.
+"""Memory ceilings of the GPU, measured in the same process and by the same timer as the operators.
 
 The kernels of ``ceilings.cu`` are compiled with nvcc when they are first needed. Each is tried with several grids and
 the fastest counts.
@@ -30,7 +30,7 @@ SOURCE = Path(__file__).with_name("ceilings.cu")
 ROOT = Path(__file__).resolve().parents[2]
 
 _VECTOR = 16  # bytes
-_LARGE = 2 << 30  # bytes, so that nothing but the memory counts
+_LARGE = 2 << 30  # bytes, so that the probe is memory-bound
 _BLOCKS = (256, 512, 1024)
 # Blocks per multiprocessor of grids that stride; 0 is a thread for each vector.
 _BLOCKS_PER_SM = (0, 8, 16, 64)
@@ -38,7 +38,7 @@ _SWEEP_SAMPLES = 9
 
 
 class Ceilings:
-    """The probes, and what has been measured of them in this process."""
+    """The probes, and their measurements in this process."""
 
     def __init__(self, timer: CudaTimer) -> None:
         """Compile the probes.

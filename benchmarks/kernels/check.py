@@ -53,7 +53,7 @@ class Check(ABC):
 
     @abstractmethod
     def nonzero(self, mask: Any) -> Any:
-        """The places where a mask is true, one in each row."""
+        """The indices at which a mask is true, one in each row."""
 
     @abstractmethod
     def sums(self, tokens: slice, weighted: bool) -> tuple[Any, Any]:
@@ -64,7 +64,7 @@ class Check(ABC):
         """Some rows of the gradient of a weighted sum: d_out[t] times the row's weight; zeros without a token."""
 
     def unlike_sampled_sums(self, actual: Any, weighted: bool) -> str | None:
-        """Compare some sums with the oracle itself, where `sums` only repeats its arithmetic."""
+        """Compare some sums with the oracle itself, since `sums` only repeats its arithmetic."""
         return None
 
     def unlike_sampled_rows(self, actual: Any) -> str | None:

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m benchmarks.kernels``: options, the result file, and what is printed."""
+"""``python -m benchmarks.kernels``: options, the result file, and the output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0 if all results were right, 1 if one was not, 2 for bad arguments."""
     arguments = _parser().parse_args(argv)
     given = sys.argv[1:] if argv is None else argv
-    # where files were on the machine that measured concerns no one
+    # paths on the measuring machine are of no interest
     named = [Path(each).name if "/" in each else each for each in given]
     arguments.command = shlex.join(["python", "-m", "benchmarks.kernels", *named])
     try:
@@ -181,7 +181,7 @@ def _measure(
 
 
 def _environment(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What every machine line holds, whatever the device."""
+    """The fields of every machine line, whatever the device."""
     from paddle_moe_ops import _report
 
     return {

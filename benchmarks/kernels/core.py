@@ -17,7 +17,7 @@ __all__ = ["CoreCalls"]
 
 
 class CoreCalls:
-    """The core with what its calls need of a device.
+    """The core, with the device's arrays and streams for its calls.
 
     Attributes:
         run: Calls an operator with its params, both as in `tests.core.binding.Core`.
@@ -44,7 +44,7 @@ class CoreCalls:
         size = self._core.workspace_bytes(operator, params)
         if size is not None:
             memory = inputs.empty(max(size, 1), dtype="uint8")
-            memory[...] = 0xA5  # what is there before the call must not matter
+            memory[...] = 0xA5  # earlier values must not affect the call
             workspace = self._as_array(memory)
             params.arrays["workspace"] = workspace
             params.workspace, params.workspace_bytes = workspace.ctypes.data, size

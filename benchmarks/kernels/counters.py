@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The part of performance_gpu.md about hardware counters, from what `benchmarks/ncu.py` wrote."""
+"""The part of performance_gpu.md about hardware counters, from the results of `benchmarks/ncu.py`."""
 
 from __future__ import annotations
 

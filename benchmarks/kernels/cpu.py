@@ -32,7 +32,7 @@ from .shapes import Operation
 
 __all__ = ["CpuDevice"]
 
-_SECONDS_PER_TURN = 1.5  # a turn ends here, with one sample at least: some peers take seconds
+_SECONDS_PER_TURN = 1.5  # a round ends, with one sample at least: some peers take seconds
 _POISON = 0xA5
 _ASSUMED_CACHE_BYTES = 32 << 20
 
@@ -95,7 +95,7 @@ class CpuDevice:
             held[:] = [body.run()]
 
         def outputs() -> Outputs:
-            """Of the last launch, which then gives them back: a new call must find no old outputs in the way."""
+            """Outputs of the last launch, which are then dropped: a new call must not find old outputs in memory."""
             if not held:
                 launch()
             return held.pop()
@@ -124,7 +124,7 @@ class CpuDevice:
         return samples
 
     def probe(self, operation: Operation, problem: Problem, samples: int) -> tuple[str, float] | None:
-        """None: the copy of as many bytes is an implementation here, measured in turns with the others."""
+        """None: on a CPU the copy of as many bytes is an implementation, interleaved with the others."""
         return None
 
     def published(self, empty: Row, copy_gbps: float) -> list[tuple[str, float, str]]:
@@ -147,7 +147,7 @@ def _within_memory(implementation: Implementation) -> Implementation:
 
 
 def _last_level_cache_bytes() -> int:
-    """What the system says of the largest cache of the first core."""
+    """Bytes of the first core's largest cache, as the system reports it."""
     sizes = [
         int(path.read_text(encoding="ascii").strip().removesuffix("K")) << 10
         for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")

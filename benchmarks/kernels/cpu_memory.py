@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""How fast this process copies and reads memory: the C library on contiguous parts, one for each thread."""
+"""Speed of this process's copies and reads of memory: the C library on contiguous parts, one for each thread."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Paddle on the CPU, for what a user calls there: our public functions, and plain operators that do the same job.
+"""Paddle on the CPU: our public functions, and plain operators that do the same job.
 
 Both allocate their outputs in the call, as all of Paddle does. The plain forms are the fastest that were found among
 gather, index_select, index_add, add_n, sum and bmm; on the CPU most of these refuse bfloat16.
@@ -62,7 +62,7 @@ class PaddleInputs:
 
     @cached_property
     def has_gaps(self) -> bool:
-        """Whether there are unassigned slots."""
+        """True if there are unassigned slots."""
         return bool((self.problem.ids < 0).any())
 
     def route(self) -> Any:

@@ -43,8 +43,8 @@ class CudaDevice:
 
         Args:
             core_library: libpmo_core.so with CUDA operators.
-            te_wheel_dir: Folder with the wheel of TransformerEngine, or with what is in it.
-            probes: Whether the kernels that show what memory allows are wanted.
+            te_wheel_dir: Folder with the wheel of TransformerEngine, packed or unpacked.
+            probes: Whether to compile and run the kernels that measure memory ceilings.
 
         Raises:
             ValueError: there is no GPU or no such library, or it has no CUDA operators.
@@ -84,7 +84,7 @@ class CudaDevice:
         return gpu_facts()
 
     def measure_ceilings(self, samples: int) -> dict[str, Any]:
-        """The fastest large copy, by the driver or by a kernel, and what else the probes say at a large size."""
+        """The fastest large copy, by the driver or by a kernel, and the other probes' results at a large size."""
         speeds = []
         for size in _COPY_BYTES:
             source = torch.ones(size, dtype=torch.uint8, device="cuda")

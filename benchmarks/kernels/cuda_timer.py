@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Timing on an NVIDIA GPU with device events, around replays of a CUDA graph or around plain calls.
 
-A sample is: make the caches cold (or warm), record an event, launch, record an event. All samples are queued before
-any is read. What precedes the first event keeps the GPU busy while the host queues what follows, so the time between
-the events holds no waiting for the host.
+A sample: flush the caches (or warm them), record an event, launch, record an event. All samples are queued before
+any is read. Work before the first event keeps the GPU busy while the host queues the rest, so the time between the
+events contains no waiting for the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["CudaTimer", "count_launches"]
 _FLUSH_BYTES = 512 << 20
 _SPIN_CYCLES = 100_000  # about 50 us
 _WARM_UP_CALLS = 3
-# CUgraphNodeType of what runs on the device: kernel, memcpy, memset.
+# CUgraphNodeType of nodes that run on the device: kernel, memcpy, memset.
 _LAUNCHES = (0, 1, 2)
 
 
@@ -68,7 +68,7 @@ class CudaTimer:
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         launch()
         for start, end in events:
-            if cold:  # by reading: what a write leaves in the cache would be written to memory during the sample
+            if cold:  # by reading: dirty lines of a write would be written back to memory during the sample
                 torch.sum(self.scratch, dim=0, out=self.sum)
             else:
                 torch.cuda._sleep(_SPIN_CYCLES)

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmark needs of a device: implementations, a check and a timer. One module per device provides it."""
+"""The benchmark's interface of a device: implementations, a check and a timer. One module per device implements it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .shapes import Operation
 
 __all__ = ["BFLOAT16_SUMS", "BITS", "FLOAT32_SUMS", "Body", "Captured", "Device", "Implementation", "Unsupported"]
 
-# How a result is compared with the oracle's. Dot products, which are float32 sums, have a tolerance in any case.
+# Comparisons of a result with the oracle's. Dot products, which are float32 sums, have a tolerance in any case.
 BITS = "bits"
 FLOAT32_SUMS = "float32 sums"  # float32 sums in another order than the oracle's
 BFLOAT16_SUMS = "bfloat16 sums"  # sums that are rounded to bfloat16 after every addition
@@ -35,10 +35,10 @@ class Body(NamedTuple):
     """One call, ready to run.
 
     Attributes:
-        run: Enqueues the call and returns what it writes, by name.
+        run: Enqueues the call and returns its outputs, by name.
         exactness: How sums are compared.
         note: What a reader of the result must know.
-        results: Brings what the call writes into the names and layouts that the check knows; not timed.
+        results: Converts the call's outputs to the names and layouts of the check; not timed.
     """
 
     run: Callable[[], Outputs]
@@ -114,7 +114,7 @@ class Device(Protocol):
         """Bring a body into the form that is timed."""
 
     def check(self, operation: Operation, inputs: Any, captured: Captured, body: Body) -> str | None:
-        """Spoil the outputs, launch, compare with the oracle; what differs, or None."""
+        """Overwrite the outputs, launch, and compare with the oracle; the difference, or None."""
 
     def sample(self, captured: Captured, count: int, cold: bool) -> list[float]:
         """Microseconds of ``count`` launches."""

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The part of performance_gpu.md about grouped products, from what `benchmarks/sweeps/grouped_gemm.py` wrote."""
+"""The part of performance_gpu.md about grouped GEMM, from the results of `benchmarks/sweeps/grouped_gemm.py`."""
 
 from __future__ import annotations
 

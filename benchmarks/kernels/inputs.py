@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the operators read, whatever library holds it; `tensors` and `cpu_arrays` say where the memory comes from."""
+"""Inputs of the operators for any array library; `tensors` and `cpu_arrays` allocate them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _ORACLE_ELEMENTS = 1 << 22  # at a time, of each thread
 
 
 def pieces(count: int, width: int, elements: int) -> list[slice]:
-    """Slices of ``count`` rows of ``width`` columns with about so many elements, which keep temporary arrays small."""
+    """Slices of ``count`` rows of ``width`` columns, each with about ``elements`` elements to keep temporaries
+    small."""
     step = max(1, elements // max(width, 1))
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 

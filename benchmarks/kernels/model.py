@@ -1,10 +1,10 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The units in which operators say what they must move, and the probes that move as much without any map.
+"""The units of the bytes that operators must move, and the probes that move as much without any map.
 
 The least number of bytes counts each input once, read, and each output once, written. In the formulas of the operators
 T is tokens, K slots, E experts, H columns, N routed rows, M rows of the buffer (the N and the padding), b bytes per
-element, and S scales per row (float32). M counts only where padding rows are written, N otherwise.
+element, and S scales per row (float32). M counts only if padding rows are written, N otherwise.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Kind(IntEnum):
 
 
 class Work(NamedTuple):
-    """What a probe moves.
+    """The bytes that a probe moves.
 
     Attributes:
         kind: The kernel.

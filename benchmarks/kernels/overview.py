@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""docs/performance.md: what users may expect of their machine, in one table for each kind of work."""
+"""docs/performance.md: expected performance by machine, in one table for each kind of work."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def page(
         calls: public calls on each GPU.
         layer_runs: whole layers on each GPU.
         runs: operators; those on CPUs count here.
-        sonic_moe_runs: whole layers beside SonicMoE's.
+        sonic_moe_runs: whole layers next to SonicMoE's.
     """
     on_cpus = [run for run in runs if run.machine["device"] == "cpu"]
     layer_cells = [cells for run in layer_runs for cells in _layer_rows(run)]

@@ -136,7 +136,7 @@ def _panel(axes: Axes, rows: Sequence[Row], large: bool, colors: dict[str, str])
 
 
 def _spread(rows: Sequence[Row]) -> float:
-    """How many times longer the slowest takes than the fastest."""
+    """The slowest median over the fastest."""
     medians = [row.us for row in rows if row.us is not None]
     return max(medians) / min(medians) if medians else 1.0
 

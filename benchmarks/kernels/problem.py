@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The routing of a case, and the plan that the oracle makes of it: what every implementation must reproduce."""
+"""The routing of a case, and the oracle's plan of it, which every implementation must reproduce."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Problem:
 
     @property
     def fill_padding(self) -> str:
-        """What is zeroed in padding rows: "all" or "none"."""
+        """The zeroed part of padding rows: "all" or "none"."""
         return "all" if self.case.fill else "none"
 
     def array(self, name: str) -> NDArray:
-        """An array of the problem or of its plan; AttributeError for what neither has."""
+        """An array of the problem or of its plan; AttributeError if neither has it."""
         return getattr(self if hasattr(self, name) else self.plan, name)
 
     @property

@@ -19,7 +19,7 @@ _SOURCE = "kernels of Paddle's revision of 2026-09 (PR 79756), on an H200 with a
 
 
 def published_rows(empty: Row, copy_gbps: float) -> list[tuple[str, float, str]]:
-    """Name, microseconds at the copy speed of this run, and source of what is known of a row's operation and shape."""
+    """Name, microseconds at this run's copy speed, and source of each published time of a row's operation and shape."""
     return [
         (published.impl, published.medians[empty.shape] * _COPY_GBPS / copy_gbps, _SOURCE)
         for published in variant_of(Operation(empty.op, empty.variant)).published

@@ -158,7 +158,7 @@ def shapes_of(run: Run) -> frozenset[str]:
 
 
 def title(run: Run, runs: Sequence[Run]) -> str:
-    """Of a run's section; where there are several of a set, with its date and shapes."""
+    """The title of a run's section, with date and shapes if a set has several runs."""
     text = f"{processor(run)}, set `{run.machine['set']}`"
     beside = [other for other in runs if other is not run and _subject(other) == _subject(run)]
     return f"{text}, {run.machine['date']}: {', '.join(sorted(shapes_of(run)))}" if beside else text
@@ -245,7 +245,7 @@ def _operation_table(rows: Sequence[Row]) -> str:
 
 
 def case_cells(row: Row) -> tuple[str, ...]:
-    """What tells a row's case from others in a table."""
+    """The cells that distinguish a row's case in a table."""
     extra = "" if row.own_case else f", {row.routing}, A={row.alignment}"
     extra += "" if row.fill else ", not filled"
     extra += ", capacity" if row.capacity else ""

@@ -100,7 +100,7 @@ class Row:
 
     @property
     def plain(self) -> bool:
-        """Whether this is a shape's own case, timed as the targets ask: on a GPU replayed and cold, on a CPU warm."""
+        """True for a shape's own case, timed as the targets require: on a GPU replayed and cold, on a CPU warm."""
         return self.own_case and self.mode != "eager" and self.cold == (self.mode != "cpu")
 
 
@@ -114,7 +114,7 @@ class Run:
 
 
 def text_of(failure: Exception) -> str:
-    """What the line of a result says of a failure."""
+    """The text of a failure in a result line."""
     return f"{type(failure).__name__}: {failure}"[:300]
 
 
@@ -158,7 +158,7 @@ def load_run(path: Path) -> Run:
             raise ValueError(f"{path}, line {number}: unknown fields {', '.join(sorted(set(record) - names))}")
     if not machines:
         raise ValueError(f"{path}: the first line must describe the machine, but there is no such line")
-    # The line written when a run ends repeats the first one and adds what is known only then.
+    # The last line of a run repeats the first one and adds the facts that are known only at the end.
     return Run({key: value for machine in machines for key, value in machine.items()}, rows, path)
 
 

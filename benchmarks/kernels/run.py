@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The measurement itself: for every case and operation, check each implementation, then time them in turns."""
+"""The measurement: for every case and operation, check each implementation, then time them in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["Runner", "Settings", "empty_row"]
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is measured.
+    """The extent of a measurement.
 
     Attributes:
         modes: Out of the device's modes.
         colds: Whether the operands are out of the caches; both may be asked for.
-        samples: Samples of each row, taken in ``rounds`` turns with the other implementations.
-        rounds: Turns.
+        samples: Samples of each row, taken in ``rounds`` rounds that alternate with the other implementations.
+        rounds: Number of rounds.
         probes: Whether the device's ceiling kernels are measured for each operation.
         published: Whether rows are added for peers that are known from elsewhere only.
     """
@@ -53,7 +53,7 @@ class _Candidate:
 class Runner:
     """Measures implementations on a device whose copies run at ``copy_gbps``.
 
-    An implementation whose result differs from the oracle's is not timed: its row says what differs.
+    An implementation whose result differs from the oracle's is not timed: its row describes the difference.
     """
 
     device: Device
@@ -99,7 +99,7 @@ class Runner:
                     continue
                 checked = replace(checked, launches=captured.launches)
                 candidates += [_Candidate(replace(checked, cold=cold), captured, body) for cold in settings.colds]
-        # In turns, so that a clock that drifts drifts for all of them.
+        # Interleaved, so that a drifting clock affects all of them.
         for _ in range(settings.rounds):
             for candidate in candidates:
                 count = -(-settings.samples // settings.rounds)
@@ -137,7 +137,7 @@ class Runner:
 
 
 def empty_row(operation: Operation, problem: Problem) -> Row:
-    """A row that says what is measured, and nothing yet about by whom, how, and how fast."""
+    """A row of the measured case, without implementation, mode and times."""
     case = problem.case
     return Row(
         op=operation.op,

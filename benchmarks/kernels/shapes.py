@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What operators are measured on: shapes with names, the cases of each set, and the filters of the command line."""
+"""Measured shapes with names, the cases of each set, and the filters of the command line."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """An operator and the variant of it that is measured; ``key`` is what filters and tables call it."""
+    """An operator and its measured variant; ``key`` is its name in filters and tables."""
 
     op: str
     variant: str
@@ -71,7 +71,7 @@ def _of_model(name: str, num_tokens: int) -> Shape:
 ERNIE_300B, ERNIE_21B = _of_model("ernie-300b", 16384), _of_model("ernie-21b", 16384)
 DSV3 = _of_model("dsv3", 4096)
 TILEOPS = tuple(Shape(f"tileops-{tokens}", tokens, 8, 128, 7168) for tokens in (32, 128, 512, 4096))
-# What one rank receives in Paddle's own production run: mostly unassigned slots, 1.41 rows per token.
+# One rank's tokens in Paddle's own production run: mostly unassigned slots, 1.41 rows per token.
 PADDLE_PRODUCTION = Shape("paddle-production", 153962, 10, 8, 2048, "expert_parallel_sparse")
 # A rank of DeepSeek-V3 spread over 8 ranks.
 DSV3_EP8 = Shape("dsv3-ep8", 4096, 8, 32, 7168, "expert_parallel_sparse")
@@ -128,7 +128,7 @@ def cases_of(
     alignments: Sequence[int] = (),
     fills: Sequence[bool] = (),
 ) -> list[Case]:
-    """The cases of a set, narrowed to some shapes, with other routings, alignments or fills where these are given.
+    """The cases of a set, narrowed to some shapes, with other routings, alignments or fills if these are passed.
 
     Args:
         set_name: A key of SETS.

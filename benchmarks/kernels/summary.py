@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a user may expect of the permutation on a GPU: a section of docs/performance.md, and the picture of README.md.
+"""Speed of the permutation on a GPU: a section of docs/performance.md, and the picture of README.md.
 
 Our times are those of public calls under Paddle, from ``*-public-calls.jsonl``; those of others come from the run of
 the set `targets` on the same GPU.
@@ -57,7 +57,7 @@ class Calls(NamedTuple):
     run: Run
 
     def us(self, operation: str, shape: str) -> float | None:
-        """Of our call."""
+        """Microseconds of our call, or None."""
         line = self.line(operation, shape)
         return None if line is None else line["us"]
 
@@ -67,7 +67,7 @@ class Calls(NamedTuple):
         return next(lines, None)
 
     def other_us(self, implementation: str, operation: str, shape: str) -> float | None:
-        """Of another implementation of one of our calls."""
+        """Microseconds of another implementation of one of our calls, or None."""
         key = BESIDE[operation][implementation == TE]
         rows = [row for row in self.run.rows if (row.key, row.shape, row.impl) == (key, shape, implementation)]
         return rows[0].us if rows else None

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tables: of a run, a line per measurement, with rich where that is installed; and of pages, in Markdown."""
+"""Tables: of a run, a line per measurement, with rich if it is installed; and of pages, in Markdown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .results import Row
 
 __all__ = ["LiveTable", "markdown", "print_table"]
 
-# Columns and their widths where lines come one by one.
+# Columns and their widths if lines are printed one by one.
 _COLUMNS = {
     "case": 20,
     "operation": 27,

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The targets of the operators, and what a run says about them."""
+"""The targets of the operators, and the verdicts of a run on them."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ CPU_TARGETS = (
     ),
 )
 
-# By device, as the results name it.
+# Targets by the device's name in results.
 TARGETS: dict[str, tuple[Target, ...]] = {"cuda": CUDA_TARGETS, "cpu": CPU_TARGETS}
 
 
 class Verdict(NamedTuple):
-    """What a run says about a target. ``reached`` is None where something was not measured."""
+    """The verdict of a run on a target. ``reached`` is None if something was not measured."""
 
     target: Target
     ours: Row | None

@@ -17,7 +17,7 @@ from .problem import SCALE_GROUP, Problem
 
 __all__ = ["TensorInputs", "from_numpy", "to_numpy"]
 
-# Types that NumPy and PyTorch do not share, and what both of them have for their bits.
+# Types that NumPy and PyTorch do not share: PyTorch's type of their bits, and NumPy's own type.
 _NUMPY_DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
     torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
@@ -42,7 +42,7 @@ class TensorInputs(Inputs):
         return self._by_expert(self.probs)
 
     def _by_expert(self, by_slot: torch.Tensor) -> torch.Tensor:
-        """[T, E] of [T, K], 0 where no slot names the expert."""
+        """[T, E] of [T, K], 0 if no slot names the expert."""
         tokens, experts = len(by_slot), self.problem.plan.num_experts
         ids = self.ids.long()
         wide = torch.zeros(tokens, experts + 1, dtype=by_slot.dtype, device=self.device)

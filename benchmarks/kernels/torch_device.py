@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels on PyTorch tensors, for benchmarks and for tests where Paddle is missing."""
+"""The Triton kernels on PyTorch tensors, for benchmarks and for tests without Paddle."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class TransformerEngine:
         """Load the functions.
 
         Args:
-            folder: Has the wheel, or what is in it.
+            folder: Contains the wheel, packed or unpacked.
 
         Raises:
             ValueError: there is no wheel in the folder.

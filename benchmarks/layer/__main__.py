@@ -7,7 +7,7 @@ r"""Checks and times layers of experts on an NVIDIA GPU with PyTorch; Paddle is 
 
 A line of the result is one implementation of one shape and routing, in one mode ("eager" calls, or replays of a CUDA
 "graph"): medians, minima and maxima of forward and backward passes with a cold L2 in microseconds, TFLOP/s of the
-median (6 T K d n and 12 T K d n operations), launches where they are known, bytes that are kept between the passes, and
+median (6 T K d n and 12 T K d n operations), launches if known, bytes that are kept between the passes, and
 the most that either pass needs besides its operands and results. The router is not included. An implementation whose
 result or whose gradient of the probabilities is wrong gets a line with "error" and is not timed.
 """
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-import benchmarks.without_paddle  # noqa: F401  before what needs it
+import benchmarks.without_paddle  # noqa: F401  before the imports that need it
 from benchmarks.kernels.cuda_timer import count_launches
 from benchmarks.kernels.results import text_of
 from benchmarks.kernels.torch_device import gpu_facts
@@ -36,13 +36,13 @@ from .shapes import ROUTINGS, SHAPES, Shape
 
 _FLUSH_BYTES = 512 << 20  # several times the L2 of any GPU of today
 _CHECKED_TOKENS = 3
-# Of bfloat16 operands and results: rounding H, A, rows and sums, relative to the norm.
+# Largest error with bfloat16 operands and results, relative to the norm: H, A, rows and sums are rounded.
 _MOST_ERROR = 2e-2
 _MOST_ERROR_OF_FLOAT8 = 2e-1  # of a few tokens; tests compare with the oracle
 
 
 def wrong(inputs: Inputs, passes: Passes, most_error: float) -> str | None:
-    """What is wrong with a forward and a backward pass, or None."""
+    """The error of a forward and a backward pass as a text, or None."""
     out, kept = passes.forward()
     d_probs = passes.backward(kept)[1]
     if d_probs.ndim == 1:
@@ -93,7 +93,7 @@ def eager(passes: Passes) -> Calls:
 
 
 def captured(passes: Passes) -> Calls:
-    """Each pass as a CUDA graph; the second reads what the first keeps."""
+    """Each pass as a CUDA graph; the second reads tensors that the first keeps."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -112,7 +112,7 @@ def captured(passes: Passes) -> Calls:
 
 
 def times(all_calls: list[Calls], samples: int) -> list[dict[str, float]]:
-    """Fields of a line with the microseconds of both passes of all calls, which take turns.
+    """Fields of a line with the microseconds of both passes of all calls, which alternate.
 
     The GPU reads 512 MB before each pass, and the host is ahead of it.
     """
@@ -139,7 +139,7 @@ def times(all_calls: list[Calls], samples: int) -> list[dict[str, float]]:
 def lines(
     name: str, routing: str, groups: list[list[str]], modes: list[str], samples: int, core_library: Path | None
 ) -> Iterator[dict[str, Any]]:
-    """Those of a shape; the implementations of a group take turns."""
+    """The lines of a shape; the implementations of a group alternate."""
     shape = SHAPES[name]
     inputs = Inputs(shape, routing, core_library)
     for group in groups:
@@ -152,7 +152,7 @@ def lines(
                 error = wrong(inputs, passes, most_error)
                 if error is None:
                     line |= memory(passes, shape.row_bytes() // shape.topk)
-            except Exception as failure:  # what a peer asks for differs between versions, and so does the memory
+            except Exception as failure:  # a peer's requirements differ between versions, and so does its memory
                 error = text_of(failure)
             if error is not None:
                 yield {**line, "error": error}

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-r"""Checks and times the float8 products of layers beside DeepGEMM's on a GPU of compute capability 9.0.
+r"""Checks and times the float8 GEMMs of layers, with DeepGEMM's as a peer, on a GPU of compute capability 9.0.
 
     python3 -m benchmarks.layer.float8_products --core-library libpmo_core.so --commit COMMIT \
         --out benchmarks/results/h100-deepgemm.jsonl [--shapes ernie-21b ...]
@@ -21,7 +21,7 @@ status is 1. All implementations multiply the same codes and scales:
 A line of the result is one implementation of one shape: for each product the median, minimum and maximum of replays of
 a CUDA graph with a cold L2 in microseconds, and TFLOP/s (4 T K d n and 2 T K d n operations; those of padding don't
 count).
-Implementations take turns. One whose results are wrong gets a line with "error" and is not timed.
+Implementations alternate. One whose results are wrong gets a line with "error" and is not timed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-import benchmarks.without_paddle  # noqa: F401  before what needs it
+import benchmarks.without_paddle  # noqa: F401  before the imports that need it
 from benchmarks.kernels.cuda_timer import CudaTimer
 from benchmarks.kernels.device import Body, Captured
 from benchmarks.kernels.results import text_of
@@ -65,13 +65,13 @@ _ROUNDS = 3
 
 
 class Operands:
-    """The operands of both products of a layer in float8.
+    """The operands of both GEMMs of a layer in float8.
 
     Attributes:
-        device: where our kernels are launched.
+        device: device of our kernels.
         sizes: int32 [E], rows of each expert.
         weights: float32 [M], of the rows.
-        rows: codes and scales of the rows of each product, in expert order.
+        rows: codes and scales of the rows of each GEMM, in expert order.
         matrices: those of its matrices, [E, N, D].
     """
 
@@ -108,12 +108,12 @@ class Operands:
         return self.device.empty([self.num_rows, columns], "bfloat16")
 
     def multiply(self, which: str, out: Target, result: int, **options: Any) -> None:
-        """Launch our product."""
+        """Launch our GEMM."""
         rows, matrix, all_rows = self.rows[which], self.matrices[which], (0, self.num_rows)
         float8_product(self.device, rows, all_rows, matrix, self.tables, self.num_rows, out, result, **options)
 
     def due(self, which: str, chosen: torch.Tensor) -> torch.Tensor:
-        """The chosen rows of a product, in float32 from the codes."""
+        """The chosen rows of a GEMM's result, in float32 from the codes."""
         rows, matrices, stops = self.rows[which], self.matrices[which], self.sizes.cumsum(0)
         made = []
         for row in chosen.tolist():
@@ -130,7 +130,7 @@ def values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 class Way(NamedTuple):
-    """A product that can be timed.
+    """A GEMM that can be timed.
 
     Attributes:
         run: enqueues it.
@@ -176,7 +176,7 @@ def deep_gemm_grouped(operands: Operands, which: str) -> Way:
     rows, matrix = operands.rows[which], operands.matrices[which]
     padded = PaddedRows(operands.sizes, package.get_mk_alignment_for_contiguous_layout())
     codes = padded.put(rows.codes.view(torch.uint8)).view(rows.codes.dtype)
-    scales = padded.put(rows.scales).T.contiguous().T  # what its kernel reads: nothing is launched to transpose them
+    scales = padded.put(rows.scales).T.contiguous().T  # its kernel's layout, so no transpose is launched
     out = torch.empty(len(codes), matrix.codes.shape[1], dtype=torch.bfloat16, device="cuda")
 
     def run() -> None:
@@ -194,7 +194,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Operands, str], Way | None]] = {
 
 
 def wrong(operands: Operands, which: str, way: Way) -> str | None:
-    """What is wrong with some rows of a product, or None."""
+    """The error of some rows of a GEMM as a text, or None."""
     way.out.fill_(torch.nan)
     way.run()
     chosen = torch.linspace(0, operands.num_rows - 1, _CHECKED_ROWS, device="cuda").long()
@@ -222,7 +222,7 @@ def lines(name: str, chosen: list[str], samples: int, core_library: Path | None)
                 error = wrong(operands, which, way)
                 if error is None:
                     ready[implementation] = way, captured(timer, way), []
-            except Exception as failure:  # what a peer asks for differs between versions, and so does the memory
+            except Exception as failure:  # a peer's requirements differ between versions, and so does its memory
                 error = text_of(failure)
             if error is not None:
                 line["error"] = error

@@ -26,11 +26,11 @@ WORKSPACE_MB = 1024  # as moe_mlp has by default
 
 
 class Passes(NamedTuple):
-    """What is timed.
+    """The timed passes of an implementation.
 
     Attributes:
-        forward: gives the result and what is kept for the backward pass.
-        backward: takes that and gives the gradients of the tokens, the probabilities [T, K] and both matrices.
+        forward: returns the result and the saved state for the backward pass.
+        backward: returns, from that state, the gradients of the tokens, the probabilities [T, K] and both matrices.
     """
 
     forward: Callable[[], tuple[torch.Tensor, Any]]
@@ -73,7 +73,7 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def composed(inputs: Inputs, product: Product) -> Passes:
-    """A product of rows and the matrices of their experts, plain PyTorch around it, and PyTorch's own gradients."""
+    """A grouped GEMM of rows and their experts' matrices, plain PyTorch around it, and PyTorch's own gradients."""
     i = inputs
     leaves = [each.detach().requires_grad_() for each in (i.x, i.row_probs, i.gate_up, i.down)]
     owners = i.row_to_token.long()
@@ -104,7 +104,7 @@ def cublas(inputs: Inputs) -> Passes:
 
 
 def unsloth(inputs: Inputs, which: int) -> Passes:
-    """Unsloth's block: rows are gathered by the first product, and brought back by the second."""
+    """Unsloth's block: the first GEMM gathers rows, and the second scatters them back."""
     grouped_gemm, configs = unsloth_grouped_gemm()
     i, topk = inputs, inputs.shape.topk
     matrices = [each.transpose(1, 2).contiguous() for each in (i.gate_up, i.down)]

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Operands of a layer, its routing as every implementation wants it, and what is due."""
+"""Operands of a layer, its routing in the form of each implementation, and the expected results."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Inputs:
         self.token_rows = self.rows_of_slots.sort(1).values.int()
 
     def due(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the first tokens give, and the gradient of their probabilities, in float32 from rounded operands."""
+        """Expected results and probability gradients of the first tokens, in float32 from rounded operands."""
         out = torch.zeros(tokens, self.shape.hidden, device="cuda")
         d_probs = torch.zeros(tokens, self.shape.topk, device="cuda")
         for token in range(tokens):

@@ -1,11 +1,11 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Both passes of one layer, once, and what each launch of theirs is for; `benchmarks/ncu.py` reads counters meanwhile.
+"""Both passes of one layer, once, with the part of each launch; `benchmarks/ncu.py` reads counters meanwhile.
 
     python3 -m benchmarks.layer.launches --shape dsv3-4k --core-library libpmo_core.so --out launches.jsonl
 
-Without a library, Triton makes all products. A line for each launch, in their order: the pass, the part of it, and the
-operations of its matrix product.
+Without a library, Triton runs all GEMMs. A line for each launch, in their order: the pass, the part of it, and the
+operations of its GEMM.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-import benchmarks.without_paddle  # noqa: F401  before what needs it
+import benchmarks.without_paddle  # noqa: F401  before the imports that need it
 from benchmarks.kernels.torch_device import TorchDevice, gpu_facts
 
 from .implementations import ours

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What each launch of a layer's passes is for."""
+"""The part of a layer's passes to which each launch belongs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SIMPLE = {
 _PRODUCTS = "grouped_gemm_kernel", "grouped_product", "grouped_float8"  # of Triton, and of the compiled library
 _OUTER_PRODUCTS = "wgrad_kernel", "grouped_outer"
 KERNELS = *_SIMPLE, *_PRODUCTS, *_OUTER_PRODUCTS
-# The products of a pass: those before the sums of which a window is made, and the others. Each with its share of the
+# The GEMMs of a pass: the last of each chunk, whose rows are summed, and the others. Each has its share of the
 # operations, in T K d n.
 _FIRST = {"forward": ("X W1, SwiGLU", 4), "backward": ("dO W2^T", 2)}
 _LAST = {"forward": ("A W2, weighted", 2), "backward": ("dH W1^T", 4)}
@@ -31,7 +31,7 @@ _MATRICES = ("dW2", 2), ("dW1", 4)
 
 
 def parts_of(which: str, launched: Sequence[str]) -> list[str]:
-    """What each launch of a pass is for."""
+    """The part of a pass to which each launch belongs."""
     gradients = [index for index, name in enumerate(launched) if name in _OUTER_PRODUCTS]
     parts = []
     for index, name in enumerate(launched):

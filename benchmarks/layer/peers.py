@@ -15,10 +15,10 @@ import torch
 
 __all__ = ["UNSLOTH_CONFIGS", "PaddedRows", "ProductByExpert", "deep_gemm", "unsloth_grouped_gemm"]
 
-_STREAMS = 4  # as TransformerEngine's GroupedLinear has, which makes its products in this way on Hopper
+_STREAMS = 4  # as in TransformerEngine's GroupedLinear, which runs its GEMMs in this way on Hopper
 
 # Rows, columns and depth of a tile, warps and stages: of forward, of the gradient of rows, of that of the matrices. The
-# first is Unsloth's own choice without tuning on a Hopper GPU. Its tuning tries about a hundred for each product.
+# first is Unsloth's own choice without tuning on a Hopper GPU. Its tuning tries about a hundred for each GEMM.
 UNSLOTH_CONFIGS = (
     ((64, 128, 128, 8, 3), (64, 64, 256, 8, 3), (64, 64, 256, 8, 3)),
     ((128, 128, 64, 8, 4), (128, 128, 64, 8, 4), (128, 128, 64, 8, 4)),
@@ -27,7 +27,7 @@ UNSLOTH_CONFIGS = (
 
 
 class _Streams:
-    """Side streams that begin after what the current one has, and that it waits for."""
+    """Side streams that start after the current stream's work, and for which it waits."""
 
     def __init__(self) -> None:
         self.side = [torch.cuda.Stream() for _ in range(_STREAMS)]
@@ -44,7 +44,7 @@ class _Streams:
 
 
 class ProductByExpert(torch.autograd.Function):
-    """A product of cuBLAS for each expert; the host knows how many rows each has."""
+    """A cuBLAS GEMM for each expert; the host knows the number of rows of each."""
 
     streams: _Streams | None = None
 
@@ -90,7 +90,7 @@ def deep_gemm() -> Any:
 
 
 class PaddedRows:
-    """Where rows in expert order go if each expert's rows are filled up to a multiple of ``alignment``.
+    """Places of rows in expert order if each expert's rows are padded to a multiple of ``alignment``.
 
     Args:
         sizes: int32 [E], rows of each expert.
@@ -120,7 +120,7 @@ class PaddedRows:
 def unsloth_grouped_gemm() -> tuple[Callable[..., torch.Tensor], list[dict[str, Any]]]:
     """Unsloth's function, and its arguments for each of `UNSLOTH_CONFIGS`.
 
-    Only the files of its grouped product are loaded: what else the package imports is not needed for them.
+    Only the files of its grouped GEMM are loaded; these do not need the package's other imports.
 
     Raises:
         ImportError: it is not on the path.

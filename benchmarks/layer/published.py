@@ -10,11 +10,11 @@ __all__ = ["PUBLISHED", "Source"]
 
 
 class Source(NamedTuple):
-    """Where figures come from.
+    """The source of figures.
 
     Attributes:
         name: of the column.
-        gpu: what they were measured on.
+        gpu: the measured GPU.
         text: how they came about.
         figures: forward and backward by shape.
     """

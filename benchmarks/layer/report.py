@@ -26,7 +26,7 @@ RESULTS, PAGE, PICTURE = ROOT / "benchmarks/results", BUILT / "layer_performance
 OURS = "ours"
 FLOAT8_KEPT = "ours, float8, matrices kept"
 UNSLOTH = "Unsloth "  # and the number of a configuration
-SONIC_MOE = "SonicMoE, here"  # measured beside ours, unlike the figures in published.py
+SONIC_MOE = "SonicMoE, here"  # measured together with ours, unlike the figures in published.py
 DEEP_GEMM = "DeepGEMM"
 MIB = 1 << 20
 _PASSES = "forward", "backward"
@@ -135,7 +135,7 @@ def geometric_mean(ratios: Iterable[float]) -> float:
 
 
 def ratios(run: Run, source: Source, implementation: str) -> list[tuple[float, float]]:
-    """Our speed over that of a source, forward and backward, where both were measured."""
+    """Our speed over that of a source, forward and backward, if both were measured."""
     pairs = []
     for shape, (forward, backward) in source.figures.items():
         line = run.found(shape, "even", implementation)
@@ -186,7 +186,7 @@ def table(run: Run, routing: str) -> list[str]:
 
 
 def peers(run: Run) -> str:
-    """A section about a run beside implementations that the other tables don't have."""
+    """A section about a run with implementations that the other tables lack."""
     facts = ", ".join(f"{key} {run.machine[key]}" for key in ("torch", "triton", "commit", "date"))
     facts += f", workspace_mb {run.workspace_mb}"
     lines = [
@@ -200,7 +200,7 @@ def peers(run: Run) -> str:
 
 
 def over_sonic_moe(run: Run) -> dict[str, tuple[float, float]]:
-    """Our speed over SonicMoE's by shape, forward and backward in CUDA graphs, where both were measured."""
+    """Our speed over SonicMoE's by shape, forward and backward in CUDA graphs, if both were measured."""
     found = {}
     for shape in SHAPES:
         lines = [run.found(shape, "even", each) for each in (OURS, SONIC_MOE)]
@@ -261,7 +261,7 @@ def _sonic_moe_in_words(over: dict[str, tuple[float, float]]) -> list[str]:
 
 
 def product_cell(line: dict[str, Any] | None) -> str:
-    """TFLOP/s of the products that an implementation has."""
+    """TFLOP/s of an implementation's GEMMs."""
     if line is None:
         return ""
     if "error" in line:
@@ -270,7 +270,7 @@ def product_cell(line: dict[str, Any] | None) -> str:
 
 
 def products(run: Run) -> str:
-    """A section about float8 products beside DeepGEMM's."""
+    """A section about float8 GEMMs, compared with DeepGEMM's."""
     facts = ", ".join(f"{key} {run.machine[key]}" for key in ("driver", "cuda", "torch", "deep_gemm", "commit", "date"))
     names = ["shape", "T", "d", "n", "E", "K", *run.values("impl"), "ours / DeepGEMM"]
     rows = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]

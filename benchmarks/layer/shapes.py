@@ -19,19 +19,19 @@ class Shape(NamedTuple):
     topk: int
 
     def flops(self, backward: bool) -> int:
-        """Of the matrix products of a pass."""
+        """Floating-point operations of a pass's GEMMs."""
         return (12 if backward else 6) * self.tokens * self.topk * self.hidden * self.inner
 
     def kept_bytes(self) -> int:
-        """Of 16-bit numbers: the tokens, and the first product of each row."""
+        """Bytes kept in 16-bit numbers: the tokens, and the first GEMM's output of each row."""
         return 2 * self.tokens * self.hidden + 4 * self.tokens * self.topk * self.inner
 
     def row_bytes(self) -> int:
-        """Of one row of d columns for each slot."""
+        """Bytes of one row of d columns for each slot."""
         return 2 * self.tokens * self.topk * self.hidden
 
     def act_bytes(self) -> int:
-        """Of one row of n columns for each slot."""
+        """Bytes of one row of n columns for each slot."""
         return 2 * self.tokens * self.topk * self.inner
 
 
@@ -60,7 +60,7 @@ SHAPES = {
     "dsv3-16k": Shape(16384, 7168, 2048, 256, 8),
     "eight-experts": Shape(8192, 3072, 1536, 8, 8),
 }
-# What shapes are called whose names begin so.
+# Titles of shapes by the beginnings of their names.
 MODELS = {
     "qwen3-30b": "Qwen3-30B",
     "qwen3-235b": "Qwen3-235B",

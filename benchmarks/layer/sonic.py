@@ -3,16 +3,16 @@
 """The layer of SonicMoE (PyPI sonic-moe 0.1.2.post1, quack-kernels 0.3.11) on tensors of PyTorch and our routing.
 
 Its package has one autograd function for each projection, which take the routing as index maps; its router only makes
-those. Called in this way a layer is its two products with SwiGLU and the sum of each token's rows, as ours is, without
+those. Called in this way a layer is its two GEMMs with SwiGLU and the sum of each token's rows, like ours, without
 a router and its sort.
 
-QuACK tunes each of the six products when a shape is first called, and SonicMoE tunes its two sums: all configurations
-that they have for Hopper, by their own rules, unless ``tuned`` is False, which takes QuACK's default configuration for
-every product.
+QuACK tunes each of the six GEMMs when a shape is first called, and SonicMoE tunes its two sums: all configurations
+that they have for Hopper, by their own rules, unless ``tuned`` is False, which uses QuACK's default configuration for
+every GEMM.
 
-What matters in the environment: QUACK_CACHE_DIR keeps compiled kernels (for all shapes) and times of tuning (for each).
-QUACK_COMPILE_WORKERS above 1 makes QuACK start that many processes one after the other for each of its products whose
-kernels are not there yet, which takes longer than it saves; to compile at once, start processes before.
+Environment variables: QUACK_CACHE_DIR is the cache of compiled kernels (for all shapes) and of tuning times (for each).
+QUACK_COMPILE_WORKERS above 1 makes QuACK start that many processes in sequence for each of its GEMMs without compiled
+kernels, which takes longer than it saves; to compile in parallel, start processes before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .inputs import Inputs
 
 __all__ = ["sonic_layer"]
 
-_TUNED = "gemm_tuned", "gemm_gated_tuned", "gemm_dgated_tuned"  # what a layer calls, of QuACK's functions that tune
+_TUNED = "gemm_tuned", "gemm_gated_tuned", "gemm_dgated_tuned"  # QuACK's tuning functions that a layer calls
 _found: dict[str, list[Any]] = {}  # their configurations
 
 
@@ -42,7 +42,7 @@ def _choose(tuned: bool) -> None:
 
 
 def matrices_of(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies as the package wants them: [2n, d, E], rows of gate and up in turn, and [d, n, E], d or n contiguous."""
+    """Copies in the package's layout: [2n, d, E], rows of gate and up in turn, and [d, n, E], d or n contiguous."""
     experts, hidden, twice = inputs.gate_up.shape
     gate_up = inputs.gate_up.view(experts, hidden, 2, twice // 2).permute(0, 3, 2, 1).contiguous()
     down = inputs.down.transpose(1, 2).contiguous()
@@ -50,7 +50,7 @@ def matrices_of(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def sonic_layer(inputs: Inputs, tuned: bool) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
-    """The layer, and what it is differentiated by: tokens, probabilities and both matrices in the package's layout.
+    """The layer and its differentiable operands: tokens, probabilities and both matrices in the package's layout.
 
     Raises:
         ImportError: the package is not installed.

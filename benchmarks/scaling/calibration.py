@@ -67,7 +67,7 @@ def products_of(lines: Sequence[dict[str, Any]], backward: bool) -> Products:
 
 
 class Exchange:
-    """A measurement of an exchange, and what the model needs to predict it.
+    """A measurement of an exchange, with the model's inputs to predict it.
 
     Attributes:
         line: the measurement.
@@ -107,7 +107,7 @@ def calibrated(results: Path, exchanges: Path, *, without: str | None = None) ->
     """Return the machine of a result file of `benchmarks.expert_parallel`.
 
     Args:
-        results: the folder with what was measured on one such GPU.
+        results: the folder with the measurements on one such GPU.
         exchanges: the file.
         without: a shape whose lines are left out, to predict it from the others.
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Compares predictions with what was measured between GPUs."""
+"""Compares predictions with measurements between GPUs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Comparison(NamedTuple):
 
     Attributes:
         shape: name of the layer.
-        what: was measured.
+        what: the measured quantity.
         measured_us: in microseconds.
         predicted_us: by a machine that all lines calibrate.
-        held_out_us: by one that this shape's lines did not calibrate; None where no other shape did.
+        held_out_us: by one that this shape's lines did not calibrate; None if no other shape did.
         bytes_match: True if the bytes that cross are exactly those of a rank in the model.
     """
 

@@ -34,7 +34,8 @@ class Exchanges:
         transport: "peer": ranks write to each other's memory, in one domain; "alltoall": `alltoall_single` of NCCL
             with tokens once for each rank, as the package has it; "rows": the same with a row for each slot, by hand;
             "by_domain": a token crosses the network once for each domain, and is handed on there (not in the package).
-        capacity: tokens that a rank may send to each with "peer" and "by_domain"; None: as many as it sends at most.
+        capacity: tokens that a rank may send to each with "peer" and "by_domain"; None: the most that any of them
+            sends.
 
     Raises:
         ValueError: "peer" in several domains.
@@ -83,7 +84,7 @@ class Exchanges:
         return self.machine.peer.dispatch_us + self.machine.local.slot_us * slots
 
     def kept_bytes(self, step: Step) -> float:
-        """Read and written by the copy of what arrived, for all rows that there is room for."""
+        """Bytes read and written by the copy of arrived tokens, for all rows of the buffer."""
         return float((step.lines.sum(0).max() + self.buffer_rows) * step.row_bytes)
 
     def keep_us(self, step: Step) -> float:
@@ -104,7 +105,7 @@ class Exchanges:
     def _through_domains_us(self, step: Step) -> float:
         """Over the network once for each domain, to the rank in the same place there, which hands it on by NVLink.
 
-        Both happen at once, piece by piece.
+        Both overlap, piece by piece.
         """
         layout = self.traffic.layout
         if layout.domains == 1:
@@ -129,7 +130,7 @@ class Exchanges:
     # ---- collectives
 
     def all_to_all_us(self, step: Step) -> float:
-        """One `alltoall_single`; what goes by NVLink and what crosses the network travel at once."""
+        """Time of one `alltoall_single`; NVLink and the network transfer concurrently."""
         machine, network = self.machine, self.machine.network
         own = microseconds(2 * np.diag(step.lines).max() * step.line_bytes, machine.local.gbps)
         close = machine.nccl.link_us(step.busiest(self.near), self.traffic.layout.domain)
@@ -150,7 +151,7 @@ class Exchanges:
         return self.machine.nccl.us + self._network_us(step) + waiting
 
     def _narrowing_us(self, step: Step) -> float:
-        """Tokens become float8 before they travel, and bfloat16 where they arrive; nothing if they do not."""
+        """Time to quantise sent tokens to float8 and to dequantise received ones to bfloat16; 0 without float8."""
         if step.row_bytes == self.row_bytes:
             return 0.0
         lines = step.lines.sum(1).max(), step.lines.sum(0).max()

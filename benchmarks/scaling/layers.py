@@ -18,7 +18,7 @@ from .traffic import Traffic, steps
 __all__ = ["CHUNKS", "Pass", "Prediction", "best_overlap", "gradient_us", "overlapped", "pipeline", "predict"]
 
 CHUNKS = (1, 2, 4, 8)
-# The share of a GPU that exchanges leave to products while both run: DeepEP's V1 takes 24 of 132 multiprocessors.
+# The share of a GPU that exchanges leave to GEMMs while both run: DeepEP's V1 takes 24 of 132 multiprocessors.
 _LEFT_TO_PRODUCTS = 108 / 132
 
 
@@ -79,7 +79,7 @@ def predict(
     payload: str = "bf16",
     capacity: int | None = None,
 ) -> Prediction:
-    """Predict a layer whose exchanges do not overlap with its products, as the package runs it.
+    """Predict a layer whose exchanges do not overlap with its GEMMs, as the package runs it.
 
     Args:
         machine: numbers of GPUs and links.
@@ -103,7 +103,7 @@ def predict(
         passes.append(Pass(dispatch, products, combining, float(flops)))
     sent, far = sum(step.busiest() for step in all_steps), sum(step.busiest(~exchanges.near) for step in all_steps)
     if transport == "by_domain":
-        # Tokens cross once for each domain; the busiest rank by what it sends.
+        # Tokens cross once for each domain; the busiest rank is the one that sends most.
         of_rank = traffic.of_domains.copy().astype(float)
         of_rank[np.arange(ranks), np.arange(ranks) // traffic.layout.domain] = 0
         far = float(of_rank.sum(1).max()) * sum(step.line_bytes for step in all_steps)
@@ -113,10 +113,10 @@ def predict(
 def overlapped(
     machine: Machine, shape: Shape, traffic: Traffic, chunks: int, *, transport: str, payload: str = "bf16"
 ) -> Prediction:
-    """Predict a layer that treats its tokens in chunks, one of which travels while another is multiplied.
+    """Predict a layer that runs its tokens in chunks, so that a chunk's exchange overlaps another's GEMMs.
 
-    The package does not do that yet. Every chunk pays for launches, routing and tiles that are not full. While both run
-    the products have the multiprocessors that exchanges leave.
+    The package does not do that yet. Every chunk pays for launches, routing and tiles that are not full. While both
+    run, GEMMs have the multiprocessors that exchanges leave.
     """
     whole = predict(machine, shape, traffic, transport=transport, payload=payload)
     if chunks == 1:
@@ -126,7 +126,7 @@ def overlapped(
 
     def piped(one: Pass, all_of_it: Pass) -> Pass:
         us = pipeline(one.dispatch_us, one.products_us / _LEFT_TO_PRODUCTS, one.combine_us, chunks)
-        # What cannot be hidden stands for the exchanges, half before and half after.
+        # The exposed time counts as exchanges, half before and half after.
         seen = max(us - all_of_it.products_us, 0.0)
         return Pass(seen / 2, us - seen, seen / 2, all_of_it.flops)
 
@@ -135,7 +135,7 @@ def overlapped(
 
 
 def pipeline(dispatch: float, products: float, combine: float, chunks: int) -> float:
-    """When the last chunk is back, if exchanges follow each other and so do products.
+    """End of the last chunk's combine, if exchanges run in sequence and so do GEMMs.
 
     A chunk's dispatch goes before the combine of the chunk before it.
     """

@@ -21,7 +21,7 @@ def microseconds(size: float, gbps: float) -> float:
 
 @dataclass(frozen=True)
 class Products:
-    """Time of one pass of `moe_mlp` on one GPU, a sum of what it has to do.
+    """Time of one pass of `moe_mlp` on one GPU, linear in its work.
 
     Attributes:
         factors: microseconds of `work`'s numbers.
@@ -42,7 +42,7 @@ class Products:
         return [rows * flops, experts * _HALF_TILE * flops, rows * hidden, rows * inner, matrices]
 
     def us(self, rows: float, hidden: int, inner: int, experts: int, backward: bool) -> float:
-        """Microseconds for so many rows of so many experts."""
+        """Microseconds for ``rows`` rows of ``experts`` experts."""
         work = np.asarray(self.work(rows, hidden, inner, experts, backward))
         return self.slowdown * float(work @ np.asarray(self.factors)) + self.fixed_us
 
@@ -84,11 +84,11 @@ class Peer(_Links):
         copy_gbps: speed of the driver's copy, each way.
         copy_us: its fixed time.
         gbps: speed of the kernels that move rows, each way.
-        dispatch_us: routing, maps and the barrier of a dispatch, but for what `Local.slot_us` counts.
+        dispatch_us: routing, maps and the barrier of a dispatch, without the time in `Local.slot_us`.
         combine_us: the barrier and the launches of a combine.
         sum_gbps: speed of adding up a token's rows, bytes read and written; infinite if the link hides it.
-        keep_gbps: the same where what arrived is copied.
-        several: the share of ``gbps`` that is left where a rank writes to more than one other.
+        keep_gbps: the same if received rows are copied.
+        several: the remaining share of ``gbps`` if a rank writes to more than one other.
     """
 
     copy_gbps: float
@@ -155,13 +155,13 @@ CX7 = Network(
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs of one kind, and what connects them.
+    """GPUs of one kind, and their links.
 
     Attributes:
         name: GPU.
         local: within one.
-        forward: the products of a forward pass.
-        backward: the products of a backward pass.
+        forward: the GEMMs of a forward pass.
+        backward: the GEMMs of a backward pass.
         peer: ranks of one domain, by shared memory.
         nccl: ranks of one domain, by NCCL.
         network: between domains.

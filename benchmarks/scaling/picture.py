@@ -27,7 +27,7 @@ _STYLES = {
     _MEASURED: (INK, "x"),
 }
 
-# Of a model the lines, each of which has TFLOP/s by numbers of GPUs.
+# Lines of each model; a line has TFLOP/s by numbers of GPUs.
 Points = dict[str, dict[str, dict[str, float]]]
 
 
@@ -54,7 +54,7 @@ def _lines(
             several = [pair for pair in pairs if pair[1].domains > 1]
             yield _NOT_YET, _tflops(predictor, model, several, [BY_DOMAIN] * len(several))
     flops = 18 * shape.tokens * shape.topk * shape.hidden * shape.inner
-    names = {"ernie-300b": "ernie-300b-4k", "dsv3": "dsv3-4k"}  # what benchmarks.expert_parallel calls them
+    names = {"ernie-300b": "ernie-300b-4k", "dsv3": "dsv3-4k"}  # their names in benchmarks.expert_parallel
     for each in found:
         if each.what == "layer" and names.get(each.shape, each.shape) == MODELS[model]:
             yield _MEASURED, iter([("2", round(flops / each.measured_us / 1e6, 1))])

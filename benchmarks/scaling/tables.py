@@ -219,7 +219,7 @@ def checked(found: Sequence[Comparison]) -> str:
 
 
 def foretold(found: Sequence[Comparison], again: Sequence[Comparison]) -> str:
-    """Each line beside its prediction, and the error of another one."""
+    """Each line with its prediction, and the error of another one."""
     rows = []
     for each, other in zip(found, again, strict=True):
         times = [f"{us:.0f}" for us in (each.measured_us, each.predicted_us)]

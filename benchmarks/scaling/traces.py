@@ -90,7 +90,7 @@ def write(path: Path, machine: dict[str, Any], traces: Sequence[Trace]) -> None:
 
 
 def load(path: Path) -> list[Trace]:
-    """Read what `write` wrote.
+    """Read a file of `write`.
 
     Raises:
         ValueError: an expert that is none of the trace's.

@@ -81,7 +81,7 @@ class Traffic(NamedTuple):
 
 
 def count(trace: Trace, layout: Layout) -> Traffic:
-    """Count what a trace sends where. With fewer sources than ranks the sources repeat.
+    """Count a trace's tokens between ranks. With fewer sources than ranks the sources repeat.
 
     Raises:
         ValueError: the ranks do not divide the experts.

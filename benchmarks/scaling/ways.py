@@ -56,9 +56,9 @@ MACHINE = 8  # GPUs that can reach each other's memory with transport="peer"
 DOMAINS = (8, 72)
 GPUS = (8, 16, 64, 256, 512, 2048)
 MICRO_BATCHES = 8  # passes of a layer for each step of the optimiser
-EXACT_MAY_COST = 0.05  # a difference that the model cannot tell from none
+EXACT_MAY_COST = 0.05  # a difference within the model's error
 ROUTINGS = ("even", "zipf", "demo")
-_SOURCES = 8  # ranks whose tokens are drawn, where they have many; with more ranks they repeat
+_SOURCES = 8  # ranks whose tokens are drawn, if they have many; with more ranks they repeat
 
 
 class Way(NamedTuple):
@@ -153,13 +153,13 @@ class Predictor:
         self._trace = functools.cache(self._make_trace)
 
     def on(self, machine: Machine) -> Predictor:
-        """The same on another machine; what travels does not depend on it."""
+        """The same on another machine; the traffic does not depend on it."""
         other = Predictor(machine, self.recorded)
         other.traffic = self.traffic
         return other
 
     def shape(self, model: str, tokens: int = TOKENS) -> Shape:
-        """Of a layer, with a rank's tokens."""
+        """The shape of a layer, with a rank's tokens."""
         return SHAPES[MODELS[model]]._replace(tokens=tokens)
 
     def models(self, group: Layout) -> Iterator[str]:
@@ -172,7 +172,7 @@ class Predictor:
         return [each for each in WAYS if each.transport != without]
 
     def in_package(self, group: Layout) -> list[Way]:
-        """Those of them that a user can choose."""
+        """The ways in a group that a user can choose."""
         kept = [each for each in self.ways(group) if each.in_package]
         return [each for each in kept if each.transport != "peer" or group.ranks <= MACHINE]
 
@@ -188,12 +188,12 @@ class Predictor:
         return 1 - products / self.us(model, group, way, tokens)
 
     def slower(self, group: Layout, way: Way, than: Way, tokens: int = TOKENS) -> float:
-        """How much longer a way takes than another one, mean of the models: 0.1 for 10 %."""
+        """Relative slowdown of a way against another one, mean of the models: 0.1 for 10 %."""
         us = self.us
         return mean([us(each, group, way, tokens) / us(each, group, than, tokens) for each in self.models(group)]) - 1
 
     def fastest(self, model: str, group: Layout, tokens: int = TOKENS) -> Way:
-        """Of the package, for one model, with bfloat16 or float8 tokens."""
+        """The package's fastest way for one model, with bfloat16 or float8 tokens."""
         return min(self.in_package(group), key=lambda way: self.us(model, group, way, tokens))
 
     def choice(self, group: Layout, tokens: int = TOKENS) -> Choice:
@@ -216,11 +216,11 @@ class Predictor:
         return best_overlap(lambda chunks: overlapped(self.machine, shape, traffic, chunks, **how))
 
     def gradient_us(self, model: str, group: Layout, gpus: int) -> float:
-        """What averaging the experts' gradients over groups adds to a pass over tokens."""
+        """Microseconds that averaging the experts' gradients over groups adds to a pass over tokens."""
         return gradient_us(self.machine, self.shape(model), group.ranks, gpus) / MICRO_BATCHES
 
     def tflops(self, model: str, group: Layout, way: Way, gpus: int) -> float:
-        """Of each of so many GPUs, in groups that repeat."""
+        """TFLOP/s of each of ``gpus`` GPUs, in groups that repeat."""
         made = self.layer(model, group, way)
         flops = made.forward.flops + made.backward.flops
         return flops / (made.us + self.gradient_us(model, group, gpus)) / 1e6

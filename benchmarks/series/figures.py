@@ -22,7 +22,7 @@ class Figure(NamedTuple):
 
     Attributes:
         name: operator, layer or exchange; implementation, pass and mode.
-        shape: sizes, and the routing where it isn't the shape's own.
+        shape: sizes, and the routing if it isn't the shape's own.
         value: by the median time.
         unit: of the value.
         in_series: whether it is ours, from a GPU that the host keeps busy, so that a series over commits is of use.

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Several builds of the core: every library and `memcpy` of the same bytes, in turns, in one process.
+"""Several builds of the core: every library and `memcpy` of the same bytes, interleaved in one process.
 
     python3 -m benchmarks.sweeps.cpu_cores before.so build/core/libpmo_core.so --names before after \
         --shapes dsv3 --ops 'unpermute_backward:*' --out together.jsonl
 
-What a neighbour on the machine does differs from minute to minute by more than a change of a kernel gives; in turns,
-all builds meet the same. Outputs exist before the calls; `--cold` empties the caches before each. What the benchmark's
-check of results refuses is not timed.
+Load of other processes on the machine changes times by more than a change of a kernel does; interleaved, all builds run
+under the same load. Outputs exist before the calls; `--cold` empties the caches before each. Results that fail the
+benchmark's check are not timed.
 """
 
 from __future__ import annotations

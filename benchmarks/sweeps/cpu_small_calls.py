@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of a small `permute` on the CPU goes, compared with `paddle.gather` of the same rows.
+"""Breakdown of the time of a small `permute` on the CPU, compared with `paddle.gather` of the same rows.
 
     python3 -m benchmarks.sweeps.cpu_small_calls --out small-calls.jsonl
 
@@ -74,7 +74,7 @@ def verbs(tokens: int, hidden: int) -> dict[str, Callable[[], object]]:
 
 
 def measure(functions: dict[str, Callable[[], object]], before: Callable[[], object]) -> dict[str, dict[str, Any]]:
-    """Microseconds and new pages of a call, in turns; ``before`` is not timed."""
+    """Microseconds and new pages of each call, interleaved; ``before`` is not timed."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     pages = dict.fromkeys(functions, 0)
     for _ in range(TURNS):

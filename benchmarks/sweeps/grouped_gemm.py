@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks and times the Triton grouped product at the sizes of models, with several configurations, and PyTorch's;
-what paddle_moe_ops/triton/gemm/configs.py is made from.
+"""Checks and times Triton's and PyTorch's grouped GEMM at models' sizes; source of triton/gemm/configs.py.
 
     python3 -m benchmarks.sweeps.grouped_gemm --out benchmarks/results/h200-grouped-gemm.jsonl --commit COMMIT \
         [--shapes dsv3 ...] [--ops forward ...] [--all-configs]
@@ -15,11 +14,11 @@ matrices of SwiGLU experts (H -> 2 I, stored [E, 2 I, H]) and their second ones 
     gathered_in_load     the same, rows gathered while they are loaded, whatever the GPU
     dw_gathered[_in_load] the gradient of the first matrices from tokens, in the same two ways
     second               rows times the second matrices
-    weighted             the same, each row of the product times its weight
+    weighted             the same, each row of the result times its weight
     weighted_backward    the gradients of rows, matrices and weights; configurations are those of the rows
     dx_n, forward_n      with matrices stored the other way round
 
-Every result is compared with a float32 product of some experts, and with itself run again, before it is timed; a line
+Every result is compared with a float32 GEMM of some experts, and with itself run again, before it is timed; a line
 with "error" has no time. A time is the median of calls with a cold L2, next to its minimum and maximum; "of_torch" is
 PyTorch's time over it.
 Configurations are compiled by other processes first, which share Triton's cache on disk.
@@ -41,7 +40,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-import benchmarks.without_paddle  # noqa: F401  before what needs it
+import benchmarks.without_paddle  # noqa: F401  before the imports that need it
 from benchmarks.kernels.cuda_timer import CudaTimer
 from benchmarks.kernels.results import text_of
 from benchmarks.kernels.torch_device import TorchDevice, gpu_facts
@@ -74,7 +73,7 @@ _FIRST = [
     GemmConfig(128, 256, 64, 8, 3, 8, 1, tma=False),
     GemmConfig(128, 128, 64, 8, 3, 4, 2, tma=True),
 ]
-# For gradients of matrices instead, where the tile that is stored takes shared memory of its own.
+# For wgrad, whose stored tile needs shared memory of its own.
 _FOR_WEIGHTS = [
     GemmConfig(128, 256, 64, 8, 3, 8, 1, tma=True),
     GemmConfig(128, 256, 64, 8, 3, 8, 1, tma=False),
@@ -103,7 +102,7 @@ _ROUNDS = 3
 
 
 def configs_of(operation: str, everything: bool) -> list[GemmConfig | None]:
-    """What an operation is measured with; None is the default."""
+    """The measured configurations of an operation; None is the default."""
     if operation.endswith(_IN_LOAD):
         return [_POINTERS]
     if operation == "dw_gathered":  # dw, with the launch of gathered before it
@@ -115,7 +114,7 @@ Outputs = dict[str, torch.Tensor]
 
 
 class Inputs:
-    """The operands of one model and what PyTorch makes of them; ``small`` for what only is to be compiled."""
+    """The operands of one model and their groups; ``small`` if kernels are only to be compiled."""
 
     def __init__(self, model: Model, *, small: bool = False) -> None:
         tokens, topk, self.experts, hidden, inter = model
@@ -151,7 +150,7 @@ class Inputs:
 
 
 class Operation(NamedTuple):
-    """One product: ours with a configuration, PyTorch's, its multiplications, and what is due of an expert's rows."""
+    """One GEMM: ours with a configuration, PyTorch's, its operations, and the expected rows of an expert."""
 
     ours: Callable[[GemmConfig | None], Outputs]
     torchs: Callable[[], Any]
@@ -280,7 +279,7 @@ def operations(device: TorchDevice, i: Inputs) -> dict[str, Operation]:
 
 
 def difference(i: Inputs, operation: Operation, made: Outputs) -> str | None:
-    """What is wrong with a result for some of the experts, or None."""
+    """The error of a result for some of the experts as a text, or None."""
     offsets = i.offsets.tolist()
     busiest = int(i.sizes.argmax())
     for expert in {0, busiest, i.experts - 1}:
@@ -297,13 +296,13 @@ def difference(i: Inputs, operation: Operation, made: Outputs) -> str | None:
 
 
 def wrong_result(inputs: Inputs, operation: Operation, config: GemmConfig | None) -> str | None:
-    """Runs it twice; what is wrong, or None."""
+    """Runs it twice; the error as a text, or None."""
     try:
         made, again = operation.ours(config), operation.ours(config)
         wrong = difference(inputs, operation, made)
         if wrong is None and not all(torch.equal(made[each], again[each]) for each in made):
             wrong = "another run gives other bits"
-    except Exception as error:  # a configuration that asks for too much of the GPU
+    except Exception as error:  # a configuration that exceeds the GPU's resources
         wrong = text_of(error)
     return wrong
 
@@ -320,7 +319,7 @@ def lines(shape: str, names: list[str], everything: bool, samples: int) -> Itera
         try:
             operation.torchs()
             measured.append((line, operation.torchs))
-        except Exception as error:  # what it asks of strides differs between versions
+        except Exception as error:  # its requirements on strides differ between versions
             yield {**line, "error": text_of(error)}
         for config in configs_of(name, everything):
             line = {"op": name, "shape": shape, "impl": "triton", "config": config and list(config)}

@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Times the Triton kernels with every configuration at the benchmark's shapes; paddle_moe_ops/triton/ops/configs.py
-contains the fastest.
+"""Times the Triton kernels with every configuration at the benchmark's shapes; source of triton/ops/configs.py.
 
     python3 -m benchmarks.sweeps.triton_configs --out triton-configs.jsonl [--shapes dsv3 ...]
 
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 
-import benchmarks.without_paddle  # noqa: F401  before what needs it
+import benchmarks.without_paddle  # noqa: F401  before the imports that need it
 from benchmarks.kernels.cuda_timer import CudaTimer
 from benchmarks.kernels.device import Body, Outputs
 from benchmarks.kernels.problem import make_problem

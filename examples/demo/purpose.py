@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the package is for: Paddle's own pair of functions on this device, this package's pair, and sizes of a model."""
+"""The package's purpose: Paddle's own pair of functions on this device, this package's pair, and sizes of a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PADDLES = "paddle.nn.functional.moe_permute"
 
 
 class Sizes(NamedTuple):
-    """Of the tokens of an MoE layer, and of the choice that its router makes for each."""
+    """The sizes of an MoE layer and of its router's choice."""
 
     model: str
     hidden: int
@@ -29,7 +29,7 @@ REAL = Sizes("ERNIE-4.5-21B", hidden=2560, experts=64, topk=6)
 
 
 def what_happens(permute: Callable[..., Any], unpermute: Callable[..., Any]) -> str:
-    """Send tokens to experts and back through a pair of functions with Paddle's signatures, and say what happens.
+    """Send tokens to experts and back through a pair of functions with Paddle's signatures, and report the outcome.
 
     Args:
         permute: `moe_permute`, Paddle's or this package's.
@@ -55,12 +55,12 @@ def what_happens(permute: Callable[..., Any], unpermute: Callable[..., Any]) -> 
 
 
 def paddles_pair() -> str:
-    """What happens with Paddle's own functions on this device."""
+    """The outcome with Paddle's own functions on this device."""
     return what_happens(F.moe_permute, F.moe_unpermute)
 
 
 def our_pair() -> str:
-    """What happens with this package's."""
+    """The outcome with this package's functions."""
     return what_happens(moe_permute, moe_unpermute)
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""One run of the demo: what it does in which order, and what it prints."""
+"""One run of the demo: its steps in their order, and its output."""
 
 from __future__ import annotations
 

@@ -42,10 +42,10 @@ class HeldOut(NamedTuple):
 
 
 def use_threads(threads: int | None) -> None:
-    """Let Paddle's matrix products use so many threads; importing Paddle leaves them at one.
+    """Set the number of threads of Paddle's GEMMs; importing Paddle leaves them at one.
 
     Args:
-        threads: How many; None for the cores that this process may use, MAX_THREADS at most.
+        threads: The number; None for the cores that this process may use, MAX_THREADS at most.
     """
     paddle.base.core.set_num_threads(threads or min(usable_cores(), MAX_THREADS))
 
@@ -55,7 +55,7 @@ def usable_cores() -> int:
     cores = len(os.sched_getaffinity(0))
     if not QUOTA.is_file():
         return cores
-    # "200000 100000": so many microseconds of every so many; "max 100000": no limit.
+    # "200000 100000": 200000 us of processor time in each 100000 us; "max 100000": no limit.
     quota, period = QUOTA.read_text(encoding="ascii").split()
     return cores if quota == "max" else min(cores, max(1, math.ceil(int(quota) / int(period))))
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m paddle_moe_ops bench``: the public functions beside what a program would call without them."""
+"""``python -m paddle_moe_ops bench``: the public functions next to the calls that a program would make without them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = f"{', '.join(MODELS)}, or sizes as hidden,experts,topk"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options. Paddle need not be there."""
+    """Declare the options, without importing Paddle."""
     parser.description = (
         "Time the public functions on bfloat16 tensors beside paddle.nn.functional.moe_permute and moe_unpermute where "
         "these run, and beside plain operators of Paddle elsewhere. Results are checked before anything is timed."

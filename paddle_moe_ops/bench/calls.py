@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is timed: our functions, Paddle's own, and the fastest plain operators that were found for the same jobs.
+"""The timed calls: our functions, Paddle's own, and the fastest plain operators that were found for the same jobs.
 
 T tokens, K slots of each, E experts, N = T * K rows, H columns. Every slot has an expert; there is no padding.
 """
@@ -22,8 +22,8 @@ from paddle_moe_ops.testing.routing import random_probs, uniform
 from .models import Model
 
 OURS, OWN, PLAIN = "paddle_moe_ops", "paddle.nn.functional", "plain operators"
-# Part of the sum of the terms' absolute values by which a result may be off: it is rounded to bfloat16 once, those of
-# others for every term, and products on a GPU may be of TF32. A row in the wrong place is off by much more.
+# Part of the sum of the terms' absolute values by which a result may be off: it is rounded to bfloat16 once, results of
+# others for every term, and GEMMs on a GPU may run in TF32. A row in the wrong place is off by much more.
 TOLERANCES = {OURS: 2.0**-7, OWN: 2.0**-5, PLAIN: 2.0**-5}
 
 Outputs = dict[str, Tensor]
@@ -31,7 +31,7 @@ Form = Callable[..., Outputs]
 
 
 class Call(NamedTuple):
-    """`run` is timed; it takes what `prepare` makes anew for each call."""
+    """`run` is timed; its argument is a new result of `prepare` for each call."""
 
     name: str
     run: Callable[[Any], Outputs]
@@ -43,7 +43,7 @@ class Operation(NamedTuple):
 
     Attributes:
         moved: bytes of rows that must be read and written.
-        right: the plain form, which makes the right results from float32 inputs.
+        right: the plain form, which computes the right results from float32 inputs.
         inputs: those of `right`.
     """
 
@@ -55,7 +55,7 @@ class Operation(NamedTuple):
     inputs: list[Tensor]
 
     def problem(self, call: Call) -> str:
-        """What is wrong with a call's results; empty if nothing is."""
+        """The difference between a call's results and the expected ones; empty if there is none."""
         outputs = call.run(call.prepare())
         wide = [each.detach().astype("float32") for each in self.inputs]
         right, terms = self.right(*wide), self.right(*(each.abs() for each in wide))
@@ -207,8 +207,8 @@ def _with_gradient(
 ) -> Iterator[Operation]:
     """A function of leaves, which are named for their gradients, and the gradients alone.
 
-    The gradient is given as those of the outputs, the plain form that makes the leaves' from its inputs, these inputs,
-    and the bytes that it moves.
+    The gradient is described by the outputs' gradients, the plain form of the leaves' gradients, its inputs, and the
+    bytes that it moves.
     """
     inputs = [leaf.detach() for leaf in leaves.values()]
     calls = [_forward(side, form, inputs) for side, form in forms.items()]
@@ -240,7 +240,7 @@ def _forward(side: str, form: Form, inputs: list[Tensor]) -> Call:
 
 
 class _Node(paddle.autograd.PyLayer):
-    """A node of the autograd graph whose gradients come from a function; Paddle copies gradients that it is given."""
+    """An autograd node whose gradients come from a function, since Paddle copies gradients that a caller passes."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Callable[[], tuple[Tensor, ...]], *inputs: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Time and memory of calls, and how much memory there is."""
+"""Time and memory of calls, and the available memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from paddle_moe_ops import _report
 
 from .calls import Call
 
-ROUNDS = 5  # turns of each call, so that a machine that gets slower does so for all of them
-SAMPLE_SECONDS = 2e-3  # of short calls several make one sample, so that the wait for a GPU counts little
+ROUNDS = 5  # interleaved rounds, so that a machine that slows down does so for all calls
+SAMPLE_SECONDS = 2e-3  # a sample is several short calls, so that the wait for a GPU counts little
 MAX_CALLS = 20
 MEMORY_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
 
 def measure(calls: Sequence[Call], seconds: float) -> list[dict[str, Any]]:
-    """Time calls in turns, each for about ``seconds``: microseconds of one call, and the bytes that it allocates."""
-    peaks = [_peak_bytes(call) for call in calls]  # they warm up, too
+    """Time calls in interleaved rounds, each for about ``seconds``: microseconds and allocated bytes of one call."""
+    peaks = [_peak_bytes(call) for call in calls]  # this warms up as well
     counts = [min(MAX_CALLS, max(1, int(SAMPLE_SECONDS / _sample(call, 1)))) for call in calls]
     samples: list[list[float]] = [[] for _ in calls]
     for _ in range(ROUNDS):
@@ -54,7 +54,7 @@ def _sample(call: Call, count: int) -> float:
 
 
 def on_cpu() -> bool:
-    """Whether Paddle's current device is the CPU."""
+    """True if Paddle's current device is the CPU."""
     return paddle.get_device() == "cpu"
 
 
@@ -83,7 +83,7 @@ def _peak_bytes(call: Call) -> int | None:
 
 
 def memory_left() -> float:
-    """Bytes that the current device has left, as far as anything says so; infinity where nothing does."""
+    """Free bytes of the current device, as far as known; otherwise infinity."""
     if paddle.get_device().startswith("gpu"):
         total = paddle.device.cuda.get_device_properties().total_memory
         return total - paddle.device.cuda.memory_allocated()

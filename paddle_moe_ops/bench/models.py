@@ -18,7 +18,7 @@ class Model(NamedTuple):
     topk: int
 
 
-# Of the config.json files of ERNIE-4.5-21B-A3B, ERNIE-4.5-300B-A47B, DeepSeek-V3, Kimi-K2, Qwen3-30B-A3B and
+# Sizes from the config.json files of ERNIE-4.5-21B-A3B, ERNIE-4.5-300B-A47B, DeepSeek-V3, Kimi-K2, Qwen3-30B-A3B and
 # Qwen3-235B-A22B.
 MODELS = {
     model.name: model

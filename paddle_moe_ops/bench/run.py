@@ -19,9 +19,9 @@ from . import measure
 from .calls import OWN, Call, Operation, Problem, operations
 from .models import FORMAT, Model
 
-# What Paddle raises where a function cannot run; another version may lack a function or an argument.
+# Exceptions of Paddle for a function that cannot run; another version may lack a function or an argument.
 CANNOT_RUN = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, OSError)
-# What two results have in common that can be compared, and the facts that tell machines apart.
+# Fields in which two comparable results agree, and the facts that distinguish machines.
 KEY = ("tokens", "hidden", "experts", "topk", "device", "operation")
 MACHINE = ("cpu", "usable_cores", "gpus")
 LEGEND = f"""
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _facts(report: dict[str, Any], backend: str) -> dict[str, Any]:
-    """What times depend on, out of an environment report."""
+    """The facts of an environment report on which times depend."""
     library = report["compiled_library"]
     return {
         "cpu": report["cpu"]["model"],
@@ -98,7 +98,7 @@ def _print_head(machine: dict[str, Any]) -> None:
 
 
 def _comparable(earlier: dict[str, Any], machine: dict[str, Any]) -> dict[tuple, Row] | None:
-    """The earlier results by their key, None if they are of another machine; says what has changed since."""
+    """The earlier results by their key, None if they are of another machine; prints the changes since."""
     then = earlier["machine"]
     changed = [name for name, now in machine.items() if then.get(name) != now]
     for name in changed:
@@ -137,7 +137,7 @@ def memory_needed(model: Model, tokens: int) -> int:
 
 
 def _timed(operation: Operation, seconds: float) -> Row:
-    """What is known about one operation; without times if our result is wrong."""
+    """The row of one operation; without times if our result is wrong."""
     row = {"operation": operation.name, "moved_bytes": operation.moved, "ours": None, "paddle": None, "beside": None}
     try:
         row["wrong"] = operation.problem(operation.ours)

@@ -1,8 +1,8 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What ``paddle.incubate.tensor.manipulation`` copies tensors by, for builds of Paddle for CPUs, which lack it.
+"""`AsyncLoad` of ``paddle.incubate.tensor.manipulation`` for CPU-only builds of Paddle, which lack it.
 
-ERNIE's models ask for it wherever they run, to bring counts to the host.
+ERNIE's models use it on every device to copy counts to the host.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ __all__ = ["AsyncLoad"]
 
 
 class _Done:
-    """A copy that is made."""
+    """The task of a finished copy."""
 
     def is_completed(self) -> bool:
-        """Whether the copy is made."""
+        """True: the copy is finished."""
         return True
 
     def cpu_wait(self) -> None:
@@ -28,7 +28,7 @@ class _Done:
 
 
 class AsyncLoad:
-    """Paddle's ``AsyncLoad`` where all memory is the host's: copies are made at once, without gradients."""
+    """Paddle's ``AsyncLoad`` for host memory only: copies are synchronous, without gradients."""
 
     def offload(self, destination: Tensor, source: Tensor) -> _Done:
         """Copy a tensor to one that has no memory yet."""

@@ -5,7 +5,7 @@
 Names, arguments and results are those of Paddle's operators. T tokens, E experts, K slots per token, H hidden size. All
 are deterministic, and raise TypeError or ValueError for arguments of the wrong type, dtype, value or shape.
 
-A capacity is given out slot by slot: all tokens' first choices come before all tokens' second choices. A slot that is
+A capacity is assigned slot by slot: all tokens' first choices come before all tokens' second choices. A slot that is
 dropped has weight 0 and index 0, although row 0 belongs to another slot. So slots of weight 0 are read as slots without
 a row.
 """
@@ -44,7 +44,7 @@ def moe_gate_dispatch(
     Args:
         x: [T, H] bfloat16, float16 or float32.
         gate_logits: float32 [T, E], usually probabilities.
-        corr_bias: float32 [E], added to what experts are chosen by and to nothing else, or None.
+        corr_bias: float32 [E], added to the scores for the choice of experts only, or None.
         k: K.
         capacity: rows that an expert gets at most.
         use_pad: whether expert e's rows begin at e * capacity, by slot, then token. Otherwise experts follow each other
@@ -122,7 +122,7 @@ def moe_gate_dispatch_partial_nosoftmaxtopk(
     expert_end_index: int,
     reverse_token_drop: bool,
 ) -> tuple[Tensor, ...]:
-    """Copy tokens to the rows of those of their experts that are here, [expert_start_index, expert_end_index).
+    """Copy tokens to the rows of their local experts, [expert_start_index, expert_end_index).
 
     Differentiable in ``x`` and ``combine_weights``. Rows of an expert follow ascending tokens. Host synchronisation: on
     a GPU one without ``use_pad``, to learn the number of rows.
@@ -200,8 +200,8 @@ def moe_combine(x: Tensor, combine_weights: Tensor, scatter_index: Tensor) -> Te
     """Sum the rows of each token, weighted; in float32, rounded once.
 
     Differentiable in ``x`` and ``combine_weights``, whose gradient has their own shape. Slots of weight 0 take no part:
-    neither they nor their rows get a gradient. Slots may share a row, whose gradient is the sum over them; where three
-    or more do, a GPU adds these gradients in no fixed order. Host synchronisation: on a GPU one outside of graphs, to
+    neither they nor their rows get a gradient. Slots may share a row, whose gradient is the sum over them; if three or
+    more do, a GPU adds these gradients in no fixed order. Host synchronisation: on a GPU one outside of graphs, to
     learn whether slots share rows. In that case, and in a graph, rows are copied for each slot in float32.
 
     Args:
@@ -254,7 +254,7 @@ def moe_combine_grad(
 
     Returns:
         the gradient of ``x`` [N, H], and the products [T, K, H] whose sum over H is that of ``combine_weights``. They
-        are made for every slot, also where the weight is 0. Dtype of ``x``.
+        are computed for every slot, even if its weight is 0. Dtype of ``x``.
     """
     name = "moe_combine_grad"
     rows, maps, sources = _rows_and_maps(name, x, combine_weights, scatter_index, 0.0)
@@ -284,7 +284,7 @@ def _gate(name: str, x: Tensor, gate_logits: Tensor, corr_bias: Tensor | None, k
         _checks.bad_value(name, "k", f"at most {num_experts}, the experts of gate_logits", k)
     scores = constant(gate_logits)
     chosen_by = scores if corr_bias is None else scores + corr_bias
-    # Only the choice is wanted, which is made by the values themselves.
+    # Only the choice is needed, which depends on the values themselves.
     ids = calculate_topk(chosen_by, k, False, False, pre_act=False, post_act=True)[1].astype("int32")
     return paddle.index_sample(gate_logits, ids), ids
 
@@ -305,7 +305,7 @@ def _ranks_by_slot(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def _known_slots(ids: Tensor) -> int:
-    """T*K, which saves routing a synchronisation, or -1 where a graph does not know it."""
+    """T*K, which saves routing a synchronisation, or -1 if a graph does not know it."""
     return ids.shape[0] * ids.shape[1] if ids.shape[0] >= 0 else -1
 
 
@@ -314,7 +314,7 @@ def _slots_of(ids: Tensor) -> int | Tensor:
 
 
 def _of_experts(values: Tensor, ids: Tensor) -> Tensor:
-    """The value [E] of each slot's expert [T, K]; that of expert 0 where there is none."""
+    """The value [E] of each slot's expert [T, K]; that of expert 0 if there is none."""
     return paddle.gather(values, ids.clip(min=0).flatten()).reshape(ids.shape)
 
 
@@ -341,8 +341,8 @@ def _rows_and_maps(
 ) -> tuple[Tensor, RowMaps, Tensor | None]:
     """Check the arguments of a combine; rows and their maps for the slots whose weight is more than epsilon.
 
-    Maps have one slot for each row. Where slots share a row, and in a graph, which cannot tell, the rows are copies in
-    float32, one for each slot, ascending for each token.
+    Maps have one slot for each row. If slots share a row, the rows are copies in float32, one for each slot, ascending
+    for each token. So are they in a graph, where sharing is unknown.
 
     Returns:
         the rows, their maps, and the row of ``x`` that each is a copy of, or None if they are those of ``x``.

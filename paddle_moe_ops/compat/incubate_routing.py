@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What ERNIE's routers compute around the dispatch, the operators of ``paddle.incubate.nn.functional``.
+"""Router operators of ERNIE's models around the dispatch, from ``paddle.incubate.nn.functional``.
 
 Names, arguments and results are those of Paddle's operators. T tokens, E experts, K slots per token. All are
 deterministic, and raise TypeError or ValueError for arguments of the wrong type, dtype, value or shape.
@@ -40,8 +40,8 @@ def cal_aux_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the loss against imbalance: ``num_experts * sum_e ce_e * sum_t gate_prob[t, e] / seqlen``.
 
-    Differentiable in ``gate_prob``. Where ``tokens_mask`` and ``dispatch_tokens_mask`` have different numbers of
-    tokens, the loss is that of all tokens, and the gradient that of the tokens here. Sums in float32. No host
+    Differentiable in ``gate_prob``. If ``tokens_mask`` and ``dispatch_tokens_mask`` have different numbers of tokens,
+    the loss is that of all tokens, and the gradient that of this rank's tokens. Sums in float32. No host
     synchronisation.
 
     Args:

@@ -79,7 +79,8 @@ def _without_name(function: str, arguments: tuple[Any, ...], keywords: dict[str,
     return arguments[:place]
 
 
-# The code that Paddle's functions get. It runs with the globals of Paddle's module, so it imports what it calls.
+# The code that replaces that of Paddle's functions. It runs with the globals of Paddle's module, so it imports its
+# callees.
 
 
 def _call_moe_permute(*arguments: Any, **keywords: Any) -> Any:
@@ -154,8 +155,8 @@ def patch_paddle(families: _Families = ("permute",)) -> None:
     moe_gate_dispatch_permute, moe_gate_dispatch_partial_nosoftmaxtopk, moe_combine, moe_combine_no_weight,
     cal_aux_loss, int_bincount, expand_modality_expert_id, build_src_rank_and_local_expert_id, and
     ``paddle._C_ops.moe_combine_grad`` and ``cal_aux_loss_grad``. "gemm": ``batched_gemm``. Both are new on a CPU.
-    Where Paddle is built for CPUs only, "incubate" also brings ``paddle.base.core.AsyncLoad``, which such a build
-    lacks and ERNIE's models ask for: its copies are made at once.
+    In a CPU-only build of Paddle, "incubate" also adds ``paddle.base.core.AsyncLoad``, which that build lacks and
+    ERNIE's models use: its copies are synchronous.
 
     Families that are patched already stay so.
 
@@ -210,7 +211,7 @@ def unpatch_paddle(families: _Families = _FAMILIES) -> None:
 
 @context_manager
 def patched_paddle(families: _Families = ("permute",)) -> Iterator[None]:
-    """Apply `patch_paddle` inside a ``with`` block; afterwards the state is what it was before.
+    """Apply `patch_paddle` inside a ``with`` block; afterwards the earlier state is restored.
 
     Args:
         families: names of families, as in `patch_paddle`.

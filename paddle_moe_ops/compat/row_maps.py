@@ -1,8 +1,8 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Maps of other packages, made from a plan, and the maps for moving rows, made from those.
+"""Maps of other packages, built from a plan, and the maps that permute rows, built from those.
 
-What is read from a map has one slot per expert: slot e of a token is its expert e.
+Maps that are read have one slot per expert: slot e of a token is its expert e.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def read_index_map(
 ) -> RowMaps:
     """The maps of the rows of slots, int32 [T, K]; token_rows are ascending whatever the order of the slots.
 
-    Of slots that share a row, if they do not raise, the first one has it.
+    If slots share a row and no check raises, the first of them owns the row.
     """
     checks = validation > Validation.OFF
     try:

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of `paddle_moe_ops.dispatch`, which says what they have in common."""
+"""The functions of `paddle_moe_ops.dispatch`, whose docstring describes their common rules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
     "token_dispatch",
 ]
 
-# What `local_permute_after_a2a` keeps for the way back: sizes and order of the chunks, as `sort_chunks` takes them.
+# State that `local_permute_after_a2a` keeps for the inverse: sizes and order of the chunks, for `sort_chunks`.
 _STATE = ("sorted_split_sizes", "inverse_chunk_indices")
 
 
@@ -50,7 +50,7 @@ def token_dispatch(
 
     Args:
         inp: [T, H] or [B, S, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
-        routing_map: bool, integer or float [T, E] or [B, S, E]; what is not 0 is routed.
+        routing_map: bool, integer or float [T, E] or [B, S, E]; entries other than 0 are routed.
         num_out_tokens: the most rows before padding; 0: no rows, padded or not.
         probs: bfloat16, float16 or float32 in the shape of ``routing_map``, or None.
         align_size: every expert's segment is padded to a multiple of this many rows, at least 1; None: no padding.
@@ -180,7 +180,7 @@ def routing_map_to_selected_experts(sparse_probs: Tensor, routing_map: Tensor, t
 
     Args:
         sparse_probs: [T, E] float.
-        routing_map: bool, integer or float [T, E]; what is not 0 is routed.
+        routing_map: bool, integer or float [T, E]; entries other than 0 are routed.
         topk: K, at most E.
 
     Returns:
@@ -210,7 +210,7 @@ def routing_map_to_selected_experts(sparse_probs: Tensor, routing_map: Tensor, t
 def compute_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Tensor, shard_id: int | Tensor, num_expert_shards: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute what a rank sends and receives when tokens go to the ranks of their experts.
+    """Compute a rank's send and receive sizes for the dispatch of tokens to the ranks of their experts.
 
     No host synchronisation, no gradient.
 
@@ -221,7 +221,8 @@ def compute_ragged_all_to_all_params(
 
     Returns:
         input_offsets, send_sizes, output_offsets and recv_sizes, each [P] in the dtype of the counts: for each rank the
-        first row that is sent to it, how many are, where they begin in its buffer, and how many rows come from it.
+        first row that is sent to it, their number, their first row in its buffer, and the number of rows received from
+        it.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -236,7 +237,7 @@ def compute_ragged_all_to_all_params(
 def compute_reverse_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Tensor, shard_id: int | Tensor, num_expert_shards: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute what a rank sends and receives on the way back, when ranks return what they received.
+    """Compute a rank's send and receive sizes for the combine, in which ranks return the received rows.
 
     No host synchronisation, no gradient. Arguments, results and errors are those of `compute_ragged_all_to_all_params`.
     """
@@ -254,7 +255,7 @@ def local_permute_after_a2a(
     Differentiable in ``x_recv`` (not float8). No host synchronisation.
 
     Args:
-        x_recv: [R, H] received rows; those after the last one received stay where they are.
+        x_recv: [R, H] received rows; rows after the last received one keep their places.
         all_shards_tokens_per_expert: int32 or int64 [P, E].
         shard_id: this rank, an int or a 0-D int tensor.
         num_expert_shards: P; it divides E.
@@ -271,7 +272,7 @@ def local_permute_after_a2a(
     counts = _checked_counts(name, all_shards_tokens_per_expert, shard_id, num_expert_shards)
     shards, local = num_expert_shards, counts.shape[1] // num_expert_shards
     mine = _line(counts.reshape([shards, shards, local]).transpose([1, 0, 2]), shard_id)
-    # chunk s * local + e holds what rank s sent for expert e
+    # chunk s * local + e contains the rows that rank s sent for expert e
     chunks = numbers_of(mine.flatten())
     order = chunks.reshape([shards, local]).transpose([1, 0]).flatten()
     back = chunks.reshape([local, shards]).transpose([1, 0]).flatten()
@@ -324,9 +325,9 @@ def _two_dimensional(function: str, argument: str, value: Any, dtypes: Any, colu
 
 
 def _by_token(function: str, argument: str, value: Any, inp: Tensor, columns: int | str) -> Tensor:
-    """Check the shape of a matrix that belongs to the tokens of ``inp``, and make it a matrix [T, columns].
+    """Check the shape of a matrix that belongs to the tokens of ``inp``, and return it as a matrix [T, columns].
 
-    Where both have batches of sequences, these must agree in both sizes and not only in the number of tokens.
+    If both have batches of sequences, both sizes must agree, not only their product, the number of tokens.
     """
     *leading, _ = ("batch" if size < 0 else size for size in inp.shape)
     tokens = math.prod(leading) if "batch" not in leading else "num_tokens"
@@ -359,7 +360,7 @@ def _checked_counts(function: str, counts: Any, shard_id: Any, num_shards: Any) 
 
 
 def _is_on_host(value: Any) -> bool:
-    """Whether a tensor's numbers are there without waiting for a device."""
+    """True if the host can read a tensor's values without waiting for a device."""
     return isinstance(value, Tensor) and value.place.is_cpu_place()
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the functions on masks have in common: masks to plans, rows with their scales."""
+"""Helpers of the functions on masks: masks to plans, rows with their scales."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..routing import Plan, route, slot_probs
 
 __all__ = ["ROUTE_NAMES", "check_scale", "mask_of", "move", "route_mask", "without_zero_probs"]
 
-# What the functions here call the arguments of `route`.
+# TransformerEngine's names of the arguments of `route`.
 ROUTE_NAMES = {"routing": "routing_map", "buffer_size": "num_out_tokens", "topk": "num_topK"}
 
 _MASK_DTYPES = (paddle.bool, paddle.int32, paddle.int64, paddle.int8, paddle.uint8)
@@ -61,7 +61,7 @@ def check_scale(function: str, scale: Any, inp: Tensor) -> None:
 
 
 def move(inp: Tensor, maps: Any, scale: Tensor | None, rows_by: RowMaps | None = None) -> tuple[Tensor, Tensor | None]:
-    """Rows, and scales by row; a scale of the whole tensor stays what it is.
+    """Rows, and scales by row; a scale of the whole tensor is unchanged.
 
     Args:
         inp: the tokens.

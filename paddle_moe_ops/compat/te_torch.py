@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of `paddle_moe_ops.masked` that route and move in one call: TransformerEngine's high-level ones."""
+"""The functions of `paddle_moe_ops.masked` that route and permute in one call: TransformerEngine's high-level API."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def moe_permute(
 
     Args:
         inp: [T, H] bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
-        routing_map: map_type="mask": bool or integer [T, E], what is not 0 is routed. map_type="index": int32 or int64
-            [T, K] expert ids; every slot has its own row, ids outside [0, num_experts) come after all experts.
+        routing_map: map_type="mask": bool or integer [T, E], entries other than 0 are routed. map_type="index": int32
+            or int64 [T, K] expert ids; every slot has its own row, ids outside [0, num_experts) come after all experts.
         num_out_tokens: N; rows at or beyond it are dropped. -1: as many as are routed. map_type="index": -1 and 0 mean
             T * K.
         max_token_num: not used, for TransformerEngine's signature.

@@ -40,7 +40,8 @@ def make_row_id_map(
     No gradient. No host synchronisation unless it validates on a GPU.
 
     Args:
-        routing_map: bool or integer [T, E]; what is not 0 is routed. As a keyword it may also be called ``mask``.
+        routing_map: bool or integer [T, E]; entries other than 0 are routed. As a keyword it may also be called
+            ``mask``.
         num_out_tokens: the most rows; those after them are dropped. 0: no limit.
         num_topK: the most experts of a token; if it has more, the highest are dropped. It saves memory. None: E.
         fp8_padding: pad every expert's segment to a multiple of this many rows, inside the map; 0: no padding.
@@ -135,7 +136,7 @@ def unpermute_with_mask_map(
     *,
     validate: bool | None = None,
 ) -> Any:
-    """Sum each token's rows, weighted if there are probabilities, and bring values of rows back to their pairs.
+    """Sum each token's rows, weighted if there are probabilities, and unpermute values of rows to their pairs.
 
     Differentiable in ``inp``, ``probs`` and ``permuted_probs``. No host synchronisation unless it validates on a GPU.
 
@@ -286,7 +287,7 @@ def sort_chunks_by_map(
 def _check_map(
     function: str, row_id_map: Any, pad_offsets: Any, validate: bool | None, **others: Tensor | None
 ) -> Validation:
-    """Check a map, and that the others are tensors on its device. Gives the level of validation there."""
+    """Check a map, and that the others are tensors on its device. Return the level of validation on that device."""
     for argument, value in others.items():
         if value is not None and not isinstance(value, Tensor) and not is_graph_value(value):
             _checks.bad_type(function, argument, "a paddle.Tensor", type(value).__name__)

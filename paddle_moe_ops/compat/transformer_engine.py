@@ -3,8 +3,8 @@
 """The functions of ``transformer_engine.pytorch`` and of its ``triton.permutation``, with their arguments and results.
 
 Code that calls them only needs another import. They run on `paddle_moe_ops.masked`, whose functions of the same names
-say what is differentiable, what synchronises with the host and what raises. Sizes that the tensors tell as well are
-checked against them, and a row whose probability is exactly 0 is 0, as in TransformerEngine.
+document gradients, host synchronisation and errors. Sizes are checked against the shapes of the tensors, and a row
+whose probability is exactly 0 is 0, as in TransformerEngine.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def unpermute_with_mask_map(
     num_experts: int,
     hidden_size: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum each token's rows, and bring values of rows back to their pairs.
+    """Sum each token's rows, and unpermute values of rows to their pairs.
 
     Returns:
         output [T, H], unpermuted_probs [T, E] or None.

@@ -3,8 +3,7 @@
 """The functions of ``transformer_engine.jax.permutation`` with their arguments and results.
 
 Code that calls them only needs another import. They run on `paddle_moe_ops.dispatch`, whose functions of the same names
-say what is differentiable, what synchronises with the host and what raises. A row whose probability is exactly 0 is 0,
-as in TransformerEngine.
+document gradients, host synchronisation and errors. A row whose probability is exactly 0 is 0, as in TransformerEngine.
 """
 
 from __future__ import annotations

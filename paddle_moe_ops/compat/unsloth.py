@@ -42,7 +42,7 @@ def get_routing_indices(
         index_dtype: dtype of the indices: int32 or int64, as a Paddle dtype or its name. `permute` and `unpermute` take
             both.
         validate: True: ids outside [-1, E) raise. False: they count as -1. None: PADDLE_MOE_OPS_VALIDATE,
-            otherwise they raise on a CPU and not on a GPU. In a static graph they count as -1.
+            otherwise they raise on a CPU and not on a GPU. A static graph treats them as -1.
 
     Returns:
         token_counts_by_expert [E], dtype of the ids, and gather_indices [T*K], the flat slot of each row; then as asked
@@ -141,7 +141,7 @@ def _ids_by_token(function: str, selected_experts: Tensor) -> Tensor:
 
 
 def _is_checked(function: str, validate: bool | None, like: Tensor) -> bool:
-    """Whether data is looked at; that of a graph is not there yet."""
+    """True if values are checked; a graph has none yet."""
     return _checks.validation(function, validate, like) > Validation.OFF and not is_graph_value(like)
 
 

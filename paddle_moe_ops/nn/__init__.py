@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of a mixture-of-experts block: router, SwiGLU experts and the whole layer, with the router's losses.
 
-The layers run in dygraph, under paddle.jit.to_static and in saved programs. Without an NVIDIA GPU, where Paddle has few
-operators of bfloat16 and float16, layers of these dtypes compute in float32 and round. In shapes, T is tokens, H hidden
-size, I intermediate size of an expert, E experts, K experts per token and N rows in expert order.
+The layers run in dygraph, under paddle.jit.to_static and in saved programs. Without an NVIDIA GPU, Paddle has few
+operators of bfloat16 and float16, and layers of these dtypes compute in float32 and round. In shapes, T is tokens, H
+hidden size, I intermediate size of an expert, E experts, K experts per token and N rows in expert order.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the layers share: their weights, their checks, and arithmetic on dtypes that Paddle's CPU lacks."""
+"""Helpers that the layers share: weights, checks, and arithmetic on dtypes that Paddle's CPU lacks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .._graphs import in_float32, public
 
 
 def initial(fan_in: int) -> Any:
-    """What draws the first values of a weight whose product with inputs of size 1 has size 1."""
+    """Initialiser of a weight whose product with inputs of variance 1 has variance 1."""
     return nn.initializer.Normal(std=fan_in**-0.5)
 
 
 def weight(layer: nn.Layer, shape: list[int], fan_in: int) -> Tensor:
-    """A parameter that starts with those values."""
+    """A parameter with that initialiser."""
     return layer.create_parameter(shape, default_initializer=initial(fan_in))
 
 
@@ -53,8 +53,8 @@ def warn_user(message: str) -> None:
 class Size(int):
     """An int that is part of a program.
 
-    Where layers of one class are traced by bytecode and differ in an attribute that is a plain int, Paddle makes a
-    tensor of it. The sizes of their weights it takes for free, see `of_shape`.
+    If layers of one class are traced by bytecode and differ in an attribute that is a plain int, Paddle turns it into a
+    tensor. It treats the sizes of their weights as unknown, see `of_shape`.
     """
 
 
@@ -78,7 +78,7 @@ def check_rows(
 
 
 def described(weight: Tensor, **settings: Any) -> str:
-    """What print() says of a layer, in the form of Paddle's own layers."""
+    """The text of a layer for print(), in the form of Paddle's own layers."""
     named = (f"{name}={value}" for name, value in settings.items())
     return ", ".join((*named, f"dtype={_checks.dtype_name(weight.dtype)}"))
 

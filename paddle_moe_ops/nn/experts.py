@@ -73,17 +73,18 @@ class SwiGLUExperts(nn.Layer):
         keep: see `moe_mlp`, which runs calls that combine rows.
         workspace_mb: see `moe_mlp`.
         accumulate: see `moe_mlp`; it applies to all calls. A layer in ``eval()`` mode can be traced and saved with it:
-            in a graph its gradients go to Paddle. In ``train()`` mode that is refused.
+            a graph returns its gradients to Paddle. In ``train()`` mode tracing raises.
         activation: see `moe_mlp`.
-        bias: whether both products have biases, which begin as zeros.
-        compute: see `moe_mlp`. Calls that do not combine rows are refused with it.
+        bias: whether both GEMMs have biases, which begin as zeros.
+        compute: see `moe_mlp`. With it, calls that do not combine rows raise.
 
     Attributes:
         gate_up: weights [E, H, 2*I], the gate's columns first.
         down: weights [E, I, H].
         gate_up_bias: [E, 2*I], or None.
         down_bias: [E, H], or None.
-        float8_matrices: with ``compute``, what ``is_first_microbatch`` keeps; ``float8_matrices.clear()`` frees it.
+        float8_matrices: with ``compute``, the matrices that ``is_first_microbatch`` keeps; ``float8_matrices.clear()``
+            frees them.
 
     Raises:
         TypeError: a size is not an int, or a flag is not a bool.
@@ -111,7 +112,7 @@ class SwiGLUExperts(nn.Layer):
         check_compute("SwiGLUExperts", compute, activation, bias)
         self.compute = compute
         self.float8_matrices = None if compute is None else Float8Matrices()
-        self._name_in_errors = "SwiGLUExperts"  # of what the user called
+        self._name_in_errors = "SwiGLUExperts"  # the layer that the user called
         self.memory_options: dict[str, Any] = {
             "keep": keep,
             "workspace_mb": Size(workspace_mb),
@@ -131,7 +132,7 @@ class SwiGLUExperts(nn.Layer):
             self.down_bias = self.create_parameter([num_experts, hidden_size], is_bias=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SwiGLUExperts:
-        """A copy whose parameters are marked as these are, see `expert_parallel.mark_expert_parameters`."""
+        """A copy with the marks of these parameters, see `expert_parallel.mark_expert_parameters`."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -161,7 +162,7 @@ class SwiGLUExperts(nn.Layer):
         Experts of different ranks then differ, and the next draw is the same on all ranks.
 
         Args:
-            rank: whose experts these are; rank 0 has those that are there.
+            rank: owner of these experts; rank 0 keeps the present weights.
             num_ranks: the number of ranks.
         """
         for parameter, fan_in in ((self.gate_up, self.hidden_size), (self.down, self.intermediate_size)):
@@ -191,7 +192,7 @@ class SwiGLUExperts(nn.Layer):
         combine: bool = False,
         is_first_microbatch: bool | None = None,
     ) -> Tensor:
-        """Apply each expert to its segment of rows, or to the tokens that a plan gives it.
+        """Apply each expert to its segment of rows, or to its tokens by a plan.
 
         Differentiable in the rows and the weights (and probs); an expert without rows gets a zero gradient.
         Deterministic. No host synchronisation with counts that are ints; otherwise as in `grouped_gemm`.
@@ -201,18 +202,18 @@ class SwiGLUExperts(nn.Layer):
             tokens_per_expert: tokens of each expert, E ints in a list or an array, or an int tensor [E], as
                 ``plan.tokens_per_expert``. A list is part of a static graph's program.
             padding_alignment: the alignment the rows were permuted with. Segments are the counts rounded up to
-                multiples of it. Padding rows are not read: they give 0 and get a gradient of 0, whatever they hold.
-                Counts that include the padding name the same segments, but make padding rows of tokens, so these must
-                be defined.
-            plan: in place of tokens_per_expert: where the rows of tokens are, from `route`.
-            probs: with a plan, weights that the result is multiplied by: float32 [T, K] of each token's slots, or [N].
+                multiples of it. Padding rows are not read: their result and their gradient are 0, whatever their
+                values. Counts that include the padding name the same segments, but treat padding rows as tokens, so
+                these must be defined.
+            plan: the rows of the tokens, from `route`, in place of tokens_per_expert.
+            probs: with a plan, factors of the result: float32 [T, K] of each token's slots, or [N].
                 Without a plan it must be None.
             combine: with a plan, whether to add up the rows of each token, as `moe_mlp` does.
             is_first_microbatch: with ``compute``, whether the matrices have changed since the last call: True quantises
-                them and keeps the codes, 2 bytes for each element, or 1 if no gradient is wanted; False takes these
-                codes; None quantises the matrices in each pass and leaves what is kept as it is, unless
-                `set_is_first_microbatch` was called. Without ``compute`` it makes no difference. In a static graph each
-                pass quantises the matrices, whatever `set_is_first_microbatch` said, and the argument must be None.
+                them and keeps the codes, 2 bytes for each element, or 1 if no gradient is required; False reuses these
+                codes; None quantises the matrices in each pass and ignores kept codes, unless `set_is_first_microbatch`
+                was called. Without ``compute`` it has no effect. In a static graph each pass quantises the matrices,
+                regardless of `set_is_first_microbatch`, and the argument must be None.
 
         Returns:
             [N, H], in expert order; with ``combine`` [T, H].
@@ -222,7 +223,7 @@ class SwiGLUExperts(nn.Layer):
             ValueError: an argument of the wrong shape; a plan of another number of experts, or one together with
                 tokens_per_expert or a padding_alignment; probs without a plan; padding_alignment is below 1, or the
                 counts are not E ints >= 0 whose segments have N rows in all. Counts that are a tensor on a device or in
-                a graph are not looked at. Also ``is_first_microbatch=False`` before anything is kept, or after the
+                a graph are not checked. Also ``is_first_microbatch=False`` before any codes are kept, or after the
                 matrices have moved, or ``is_first_microbatch`` in a static graph with ``compute``.
         """
         name = "SwiGLUExperts"
@@ -238,7 +239,7 @@ class SwiGLUExperts(nn.Layer):
         sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
         if combine:
             experts = _Parameters(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
-            # Arguments without `|=` on a dictionary, at which tracing by bytecode stops.
+            # Built without `|=` on a dictionary, at which tracing by bytecode stops.
             rest = self.compute, self.float8_matrices, is_first_microbatch, self._name_in_errors, self.training
             return _combined(rows, experts, sizes_of, self.activation, plan, probs, *rest, **self.memory_options)
         if plan is not None:
@@ -251,12 +252,12 @@ class SwiGLUExperts(nn.Layer):
     def weighted_rows(self, x: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
         """Apply each token's experts to it, and weight the results; `unpermute` then adds up each token's rows.
 
-        This is what ``forward`` does with a plan, without the layer's hooks. Differentiable, deterministic and
-        synchronising as ``forward`` is.
+        The same as ``forward`` with a plan, without the layer's hooks. Gradients, determinism and host synchronisation
+        are those of ``forward``.
 
         Args:
             x: tokens [T, H].
-            plan: where their rows are, from `route`.
+            plan: their rows, from `route`.
             probs: weights of each token's slots, float32 [T, K], or of rows, [N], or None for rows as they are.
 
         Returns:
@@ -270,7 +271,7 @@ class SwiGLUExperts(nn.Layer):
         return _by_plan(x, self._parameters_of_rows(x), sizes_of, self.activation, plan, probs, "x")
 
     def _parameters_of_rows(self, rows: Tensor) -> _Parameters:
-        """Those for calls that `moe_mlp` does not run."""
+        """The parameters for calls that `moe_mlp` does not run."""
         if self.compute is not None:
             _checks.bad_value("SwiGLUExperts", "combine", f"True with compute={self.compute!r}", False)
         given = _Parameters(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
@@ -283,7 +284,7 @@ class SwiGLUExperts(nn.Layer):
 
 
 class _Parameters(NamedTuple):
-    """Of the experts."""
+    """The experts' parameters."""
 
     gate_up: Tensor
     down: Tensor
@@ -292,7 +293,7 @@ class _Parameters(NamedTuple):
 
 
 def _accumulates(name: str, rows: Tensor, training: bool, *, accumulate: bool) -> bool:
-    """Whether the gradients of this call are added to what there is. In a graph nothing can do that."""
+    """True if this call's gradients are added to existing ones, which a graph cannot do."""
     if accumulate and training and is_graph_value(rows):
         _checks.bad_value(name, "accumulate", f"False, or the layer in eval() mode, {IN_GRAPH}", True)
     return accumulate and not is_graph_value(rows)
@@ -339,7 +340,7 @@ def _by_plan(
     probs: Tensor | None,
     argument: str,
 ) -> Tensor:
-    """Each expert on its tokens; the sizes are E, H and I, ``argument`` is what the caller knows x by."""
+    """Each expert on its tokens; the sizes are E, H and I, ``argument`` is the caller's name of x."""
     gate_up, down, first_bias, second_bias = _of_shapes(experts, *sizes_of)
     name = "SwiGLUExperts"
     check_rows(name, argument, x, gate_up, ["T", gate_up.shape[1]])
@@ -385,10 +386,10 @@ def _combined(
 def _matrices_of_call(
     name: str, kept: Float8Matrices | None, x: Tensor, gate_up: Tensor, down: Tensor, is_first_microbatch: bool | None
 ) -> Float8Matrices | None:
-    """Where a call keeps, or finds, its matrices in float8; None where it keeps nothing."""
+    """The store of a call's float8 matrices, filled or to be filled; None if the call keeps none."""
     if kept is None or (is_first_microbatch is None and not is_default(kept)):
         return None
-    if is_graph_value(x):  # what `set_is_first_microbatch` asked for is for the calls in dygraph
+    if is_graph_value(x):  # `set_is_first_microbatch` affects only calls in dygraph
         if is_first_microbatch is not None:
             _checks.bad_value(name, "is_first_microbatch", f"None {IN_GRAPH}", is_first_microbatch)
         return None

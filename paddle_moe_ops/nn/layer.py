@@ -30,7 +30,7 @@ from .router import TopKRouter, capacity_of
 class MoELayer(nn.Layer):
     """Mixture-of-experts block: router, permute, experts, weighted unpermute, plus shared experts.
 
-    Deterministic. Where kernels multiply (see `moe_mlp`) a forward pass has no host synchronisation; with a group it
+    Deterministic. If kernels run the GEMMs (see `moe_mlp`), a forward pass has no host synchronisation; with a group it
     synchronises as `expert_parallel.ExpertParallel` does.
 
     Args:
@@ -53,22 +53,23 @@ class MoELayer(nn.Layer):
         accumulate: see `moe_mlp`, and `SwiGLUExperts` for traced layers.
         activation: of the experts, see `moe_mlp`. Shared experts are SwiGLU.
         expert_bias: whether the experts have biases, which begin as zeros. Shared experts have none.
-        compute: of the experts, see `moe_mlp`; with a group only where ``combine="reduced"``. Shared experts multiply
-            in the tokens' dtype.
+        compute: of the experts, see `moe_mlp`; with a group only if ``combine="reduced"``. Shared experts run in the
+            tokens' dtype.
         group: ranks that share the experts, a group of `paddle.distributed` whose size divides num_experts; every rank
-            makes the layer, with the same arguments. The router and the shared experts are the same on all ranks, from
-            the start. A rank has E / P experts, and tokens of its own; ``capacity_factor`` counts those. Only dygraph.
-            Gradients: see `expert_parallel.average_gradients`. None: this process has all experts.
-        combine: with a group, how rows come back: see `expert_parallel.ExpertParallel`.
-        payload: with a group, what tokens travel as: see `expert_parallel.ExpertParallel`.
+            constructs the layer, with the same arguments. The router and the shared experts are the same on all ranks,
+            from the start. A rank has E / P experts, and tokens of its own; ``capacity_factor`` counts those. Only
+            dygraph. Gradients: see `expert_parallel.average_gradients`. None: this process has all experts.
+        combine: with a group, the form in which rows return: see `expert_parallel.ExpertParallel`.
+        payload: with a group, the format of sent tokens: see `expert_parallel.ExpertParallel`.
         tokens_per_rank: with a group, the number of tokens that each rank sends to each, if it should be the same in
             every call.
-        transport: with a group, what moves tokens: see `expert_parallel.ExpertParallel`.
+        transport: with a group, the transport of tokens: see `expert_parallel.ExpertParallel`.
         timeout: with a group, seconds that a rank waits for the others: see `expert_parallel.ExpertParallel`.
 
-    The last forward pass sets these attributes; a copy of the layer starts without them. Those of a pass under
-    paddle.jit.to_static can be read inside the traced function, and with ``full_graph=True`` only there. Read the
-    losses under ``recompute(..., use_reentrant=True)`` inside the recomputed function: outside they have no gradient.
+    The last forward pass sets these attributes; a copy of the layer starts without them. After a pass under
+    paddle.jit.to_static they can be read inside the traced function, and with ``full_graph=True`` only inside it. Read
+    the losses under ``recompute(..., use_reentrant=True)`` inside the recomputed function: outside they have no
+    gradient.
 
     Attributes:
         tokens_per_expert: load for ``router.update_correction_bias``, dropped slots included: E ints, or on a GPU and
@@ -76,7 +77,7 @@ class MoELayer(nn.Layer):
             update.
         dropped_slots: slots dropped for the capacity or for ``tokens_per_rank``, a 0-D int32 tensor; 0 without either.
             With a group those of this rank's tokens.
-        aux_loss: `load_balance_loss` of the router's scores, which are divided by their sum over the experts where the
+        aux_loss: `load_balance_loss` of the router's scores, which are divided by their sum over the experts if the
             scoring is ``"sigmoid"``; None before the first pass. It is computed when it is read. With a group it is
             that of this rank's tokens. Tokens that a mask leaves out do not count.
         z_loss: `router_z_loss` of the router's logits; None before the first pass. It is computed when it is read.
@@ -172,7 +173,8 @@ class MoELayer(nn.Layer):
             self.experts.draw_those_of(self.parallel.group.rank, self.parallel.group.nranks)
             start_as_one((self.router, self.shared), self.parallel.group)
             mark_expert_parameters(self.experts, group=self.parallel.group)
-        # Load, dropped slots, scores, logits and mask. A tuple, since Paddle makes buffers of tensors.
+        # Load, dropped slots, scores, logits and mask. A tuple, since Paddle turns attributes that are tensors into
+        # buffers.
         self._last: tuple[Any, ...] | _Traced | None = None
 
     @property
@@ -212,7 +214,7 @@ class MoELayer(nn.Layer):
         return loss_of_load(normalised(scores, logits, self.router.scoring == "sigmoid"), load, mask)
 
     def _warn_of_lost_graph(self, name: str, last: tuple[Any, ...]) -> None:
-        """Where a loss is read to train the router, but the pass it belongs to has recorded no graph."""
+        """Warn if a loss is read to train the router, but its forward pass has recorded no graph."""
         logits = last[3]
         if is_graph_value(logits) or not logits.stop_gradient or not (self.training and paddle.is_grad_enabled()):
             return
@@ -241,7 +243,7 @@ class MoELayer(nn.Layer):
             TypeError: x is not a tensor of the weights' dtype (under mixed precision, of bfloat16, float16 or float32).
             ValueError: x has another shape; ``is_first_microbatch=False`` in the first call, or either of its values in
                 a static graph with ``compute``.
-            RuntimeError: with a group, the layer was closed, or what `expert_parallel.ExpertParallel.dispatch` says.
+            RuntimeError: with a group, the layer was closed, or `expert_parallel.ExpertParallel.dispatch` raised.
         """
         if self.parallel is None:
             tokens, kept, ids, probs, scores, logits = self._routed(x, mask)
@@ -261,7 +263,7 @@ class MoELayer(nn.Layer):
             out = add(out, self.shared(tokens))
         last = load, dropped, scores, logits, kept
         self._last = _Traced(last) if is_graph_value(load) else last
-        if in_sot():  # tracing reads a property off the layer as it is, which tells of the pass before
+        if in_sot():  # tracing reads a property of the actual layer, which describes the previous pass
             self.tokens_per_expert = load  # type: ignore[misc]
             self.dropped_slots = dropped  # type: ignore[misc]
             self.aux_loss = self._balance(*last)  # type: ignore[misc]
@@ -299,16 +301,16 @@ class MoELayer(nn.Layer):
         return f"rank={group.rank} of {group.nranks}, combine={self.parallel.combines}, layer={self.parallel._layer}"
 
     def _may_drop(self) -> bool:
-        """Whether something limits the number of slots."""
+        """True if a capacity limits the number of slots."""
         has_room_for_all = self.parallel is None or self.parallel.tokens_per_rank is None
         return self.router.capacity_factor is not None or not has_room_for_all
 
     def _last_pass(self) -> tuple[Any, ...] | None:
-        """What the last forward pass left, unless it belongs to a program that is finished."""
+        """The values of the last forward pass, unless it belongs to a finished program."""
         return self._last.values_in_graph() if isinstance(self._last, _Traced) else self._last
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _LEFT_BY_FORWARD:  # what a traced pass assigns to these is what they say anyway
+        if name not in _LEFT_BY_FORWARD:  # a traced pass assigns to these the values that they return anyway
             super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -319,7 +321,7 @@ _LEFT_BY_FORWARD = frozenset(("tokens_per_expert", "dropped_slots", "aux_loss", 
 
 
 class _Traced:
-    """What a pass left in a program: values that must not be used once the program is built."""
+    """The values of a pass in a program, which must not be used once the program is built."""
 
     def __init__(self, values: tuple[Any, ...]) -> None:
         self._values, self._program = values, weakref.ref(paddle.static.default_main_program())
@@ -363,7 +365,7 @@ def _over_ranks(
     capacity: int | None,
     is_first_microbatch: bool | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the experts of all ranks make of this rank's tokens, their load and the slots dropped."""
+    """Expert outputs of this rank's tokens over all ranks, the experts' load and the number of dropped slots."""
     with _checks.renaming("ExpertParallel.dispatch", "MoELayer"):
         received = parallel.dispatch(tokens, ids, probs, capacity=capacity)
     if received.rows is not None:
@@ -378,7 +380,7 @@ def _over_ranks(
 def _plan(tokens: Tensor, ids: Tensor, mask: Tensor | None, num_experts: int, capacity_factor: float | None) -> Plan:
     """The row of each slot.
 
-    On a GPU the rows are in a buffer that holds all slots, so nothing waits for their number.
+    On a GPU the rows are in a buffer with room for all slots, so the host need not read their number.
     """
     num_tokens, topk = ids.shape
     stays_here = is_graph_value(ids) or ids.place.is_cpu_place()

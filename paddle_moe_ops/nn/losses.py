@@ -29,7 +29,7 @@ def load_balance_loss(
     Args:
         scores: scores of the router, [T, E] or [B, S, E], bfloat16, float16 or float32, differentiable.
         ids: chosen experts, int32 or int64 [T, K] or [B, S, K], -1 for an empty slot. Empty slots and tokens without
-            any other slot are not counted. On a CPU the ids are looked at. None with ``load``.
+            any other slot are not counted. On a CPU the ids are checked. None with ``load``.
         mask: bool [T] or [B, S], False for tokens that do not count, such as padding. None: all tokens count.
         load: slots that name each expert, int32, int64 or float32, [E] or [B, E], in place of ``ids``: that of a
             global batch, for example, summed over ranks or micro-batches.
@@ -76,12 +76,12 @@ def load_balance_loss(
 
 @public("scores")
 def loss_of_load(scores: Tensor, load: Tensor, mask: Tensor | None) -> Tensor:
-    """`load_balance_loss` of the slots that each expert got.
+    """`load_balance_loss` of each expert's number of slots.
 
     Args:
         scores: scores of the router, [T, E] or [B, S, E].
         load: slots that name each expert, [E] or [B, E].
-        mask: bool [T] or [B, S], which tokens count; None: all.
+        mask: bool [T] or [B, S], True for tokens that count; None: all.
     """
     with without_autocast():
         load = load.astype("float32")

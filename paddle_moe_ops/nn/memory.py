@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where the parameters of experts that are layers of their own lie in memory."""
+"""Memory layout of the parameters of experts that are separate layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAME = "lay_side_by_side"
 
 
 def lay_side_by_side(parameters: Sequence[Tensor] | nn.ParameterList) -> None:
-    """Put the parameters of E experts in one allocation, one after the other.
+    """Put the parameters of E experts in one allocation, back to back.
 
     `moe_mlp` and `grouped_gemm` then use a list of these parameters on a GPU without copying them to one tensor first::
 
@@ -29,17 +29,17 @@ def lay_side_by_side(parameters: Sequence[Tensor] | nn.ParameterList) -> None:
 
     Only the memory changes. The parameters stay the same objects with the same names, values, gradients and optimizer
     states, and checkpoints are saved and loaded as before. Call it once, after the layers are on their device and in
-    their dtype. Optimizers, `set_value` and `set_state_dict` write to the memory that is there. A change of the dtype
-    or the device, and a deep copy, give parameters memory of their own. Results are still right then, but lists are
-    copied in each call until this function is called again.
+    their dtype. Optimizers, `set_value` and `set_state_dict` write to this memory. A change of the dtype or the device,
+    and a deep copy, move parameters to memory of their own. Results stay correct, but lists are copied in each call
+    until this function is called again.
 
     Not differentiable. Deterministic. No host synchronisation. While it runs, the parameters take twice their memory.
-    On a CPU nothing gets faster: lists are not copied there.
+    No speedup on a CPU, which does not copy lists.
 
     Args:
         parameters: E tensors of one shape, of any number of dimensions, bfloat16, float16 or float32, on one device, in
-            the order of the experts. Each has memory of its own: what a sharding optimizer or another fused buffer
-            holds must stay there.
+            the order of the experts. Each has memory of its own: parameters in a sharding optimizer's or another fused
+            buffer cannot move.
 
     Raises:
         TypeError: not a list of tensors, or tensors of other dtypes than the first.

@@ -12,12 +12,12 @@ from ..backends.experts import make_default
 
 
 def set_is_first_microbatch(model: nn.Layer) -> int:
-    """Have the layers of a model quantise their experts' matrices in their next call, and keep them until told again.
+    """Quantise the experts' matrices of a model's layers in their next call, and keep them until this is called again.
 
-    For layers whose ``compute`` is ``"fp8_1x128"``, and for blocks of PaddleFormers after ``apply(model,
+    It affects layers whose ``compute`` is ``"fp8_1x128"``, and blocks of PaddleFormers after ``apply(model,
     compute="fp8_1x128")``, which have no argument for it. Call it at the start of each step of the optimizer, and after
-    anything else that changes parameters: calls in between take what the layers have kept, whatever the parameters hold
-    by then, so call it before an evaluation as well. Megatron-LM has a function of this name for the layers of
+    anything else that changes parameters: calls in between use the layers' kept matrices, whatever the values of the
+    parameters, so call it before an evaluation as well. Megatron-LM has a function of this name for the layers of
     TransformerEngine::
 
         for batch in batches:

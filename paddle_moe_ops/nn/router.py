@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The router: which experts each token goes to, and with which weights."""
+"""The router: chooses the experts of each token, and their weights."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _INTEGERS = (paddle.int32, paddle.int64, paddle.int16, paddle.int8, paddle.uint8
 
 
 class RouterOutput(NamedTuple):
-    """What a router decides.
+    """The decisions of a router.
 
     Attributes:
         ids: experts of each token, int32 [T, K], best first, distinct within a token, no gradient; -1 for tokens that a
             mask leaves out.
         probs: weights of these experts, float32 [T, K], differentiable; 0 for tokens that a mask leaves out.
         scores: scores of all experts without the correction bias, float32 [T, E], differentiable.
-        logits: what the scores are made of, float32 [T, E], differentiable.
+        logits: the scores' logits, float32 [T, E], differentiable.
     """
 
     ids: Tensor
@@ -53,10 +53,10 @@ class TopKRouter(nn.Layer):
     """Router that chooses K of E experts for each token and weights them.
 
     The logits are computed in float32, under automatic mixed precision too. The K experts with the highest
-    ``scores + correction_bias`` are chosen, the lower expert id where values are equal, from the best groups if
-    there are groups (see `paddle_moe_ops.routing.calculate_topk`, which decides). The weights come from
-    the scores without the bias: it steers the load and gets no gradient (balancing without an auxiliary loss,
-    as in DeepSeek-V3 and ERNIE 4.5). Deterministic; no host synchronisation.
+    ``scores + correction_bias`` are chosen, the lower expert id if values are equal, from the best groups if there are
+    groups (see `paddle_moe_ops.routing.calculate_topk`). The weights come from the scores without the bias: it steers
+    the load and gets no gradient (balancing without an auxiliary loss, as in DeepSeek-V3 and ERNIE 4.5). Deterministic;
+    no host synchronisation.
 
     Args:
         hidden_size: H.
@@ -66,14 +66,14 @@ class TopKRouter(nn.Layer):
         correction_bias: whether to keep a correction bias, a buffer [E] that starts at zero. It stays float32, whatever
             dtype the layer is cast to: steps of 1e-3 would be lost in bfloat16.
         norm_topk_prob: whether the K weights of a token are divided by their sum. With ``topk=1`` the weight is then 1
-            whatever the router computes, so the experts' output gives the router no gradient, only auxiliary losses
-            do; making such a router warns, except under ``paddle.no_grad()``.
+            whatever the router computes, so the router's only gradient comes from auxiliary losses; constructing such a
+            router warns, except under ``paddle.no_grad()``.
         num_groups: number of groups of experts, a divisor of E.
-        topk_groups: how many groups a token's experts may come from; None for all.
-        scores_per_group: how many of a group's best scores are added up in order to rank it: 2 in DeepSeek-V3, 1 in V2.
-            Above E / num_groups all of them are.
-        scaling_factor: what the weights are multiplied by in the end.
-        capacity_factor: how many times the rows of an even load an expert may have, see `capacity`; None: no limit.
+        topk_groups: the number of groups from which a token's experts are chosen; None for all.
+        scores_per_group: the number of a group's best scores whose sum ranks it: 2 in DeepSeek-V3, 1 in V2. Above E /
+            num_groups all scores are added.
+        scaling_factor: factor of the final weights.
+        capacity_factor: an expert's most rows, as a multiple of an even load, see `capacity`; None: no limit.
 
     Raises:
         TypeError: a size is not an int, a flag is not a bool, or a factor is not a number.
@@ -176,10 +176,10 @@ class TopKRouter(nn.Layer):
         )
 
     def capacity(self, num_tokens: int | Tensor) -> int | Tensor | None:
-        """Return how many rows each expert may have, for `paddle_moe_ops.route`.
+        """Return the most rows of each expert, for `paddle_moe_ops.route`.
 
         Args:
-            num_tokens: T, an int, or a 0-D int tensor where a graph does not know it.
+            num_tokens: T, an int, or a 0-D int tensor if a graph does not know it.
 
         Returns:
             ``ceil(capacity_factor * T * K / E)``, at least 1, as an int or a 0-D int64 tensor like T; None without a
@@ -201,7 +201,7 @@ class TopKRouter(nn.Layer):
         parallelism, sum the loads over all ranks first, so that the bias stays the same everywhere.
 
         Args:
-            tokens_per_expert: the load, [E]: tokens that each expert got since the last update.
+            tokens_per_expert: the load, [E]: tokens of each expert since the last update.
             rate: size of the step.
 
         Raises:
@@ -235,7 +235,7 @@ class TopKRouter(nn.Layer):
         self._let_bias_load()
 
     def _let_bias_load(self) -> None:
-        """Make the bias take values of any float dtype, as checkpoints of cast layers used to hold them."""
+        """Let the bias load values of any float dtype, as in earlier checkpoints of cast layers."""
         if isinstance(self.correction_bias, Tensor):
             self.correction_bias.set_value = functools.partial(_set_float32, weakref.ref(self.correction_bias))
 
@@ -298,7 +298,7 @@ def capacity_of(
         return None
     if isinstance(num_tokens, int):
         return max(math.ceil(num_tokens * topk * capacity_factor / num_experts), 1)
-    # In float64, as Python computes. A factor that is not a tensor would be rounded to float32.
+    # Computed in float64, like Python's float. A factor that is not a tensor would be rounded to float32.
     factor, experts = (filled([], number, "float64", like=num_tokens) for number in (capacity_factor, num_experts))
     rows = (num_tokens.astype("int64") * topk).astype("float64") * factor / experts
     return paddle.ceil(rows).clip(min=1).astype("int64")

@@ -1,10 +1,10 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle: what every kernel on every backend must give, bit for bit, in NumPy.
+"""The oracle in NumPy: the results of every kernel on every backend, bit for bit.
 
-Scores of routers and matrix products are the exceptions, as their modules say.
+Scores of routers and GEMMs are the exceptions, see their modules.
 
-It checks data where that is part of the semantics (``validate``). Arguments are checked by the public functions.
+It checks data if that is part of the semantics (``validate``). The public functions check arguments.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What an expert does between its products, and its gradients, in float64.
+"""Activations between an expert's two GEMMs, and their gradients, in float64.
 
-The columns of a first product are first those of the gate, then those that it gates.
+The first GEMM's columns are the gate's, then those that it gates.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .arithmetic import round_float64
 __all__ = ["ACTIVATIONS", "activate", "activation_factors", "swiglu"]
 
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "swiglu_oai")
-_ALPHA, _LIMIT = 1.702, 7.0  # of gpt_oss
+_ALPHA, _LIMIT = 1.702, 7.0  # constants of gpt_oss
 
 _TANH_SCALE, _TANH_CUBE = math.sqrt(2 / math.pi), 0.044715
 _erf = np.vectorize(math.erf, otypes=[np.float64])
@@ -37,7 +37,7 @@ def activate(hidden: NDArray, activation: str) -> NDArray:
 
 
 def activation_factors(hidden: NDArray, activation: str) -> tuple[NDArray, NDArray]:
-    """What the gradient of a row is multiplied by for the gate's columns and the others, [M, n] each, float64."""
+    """Factors of a row's gradient for the gate's columns and for the others, [M, n] each, float64."""
     gate, up = _halves(hidden)
     if activation == "swiglu":
         sigmoid = _sigmoid(gate)

@@ -1,9 +1,9 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Exact float32 arithmetic: what a fused multiply-add, an addition and a rounding must give, bit for bit.
+"""Exact float32 arithmetic: the results of a fused multiply-add, an addition and a rounding, bit for bit.
 
 Every function takes arrays of any shape that broadcast, works element by element and is deterministic.
-float64 operands are let through: the functions then compute in float64, which finite-difference tests need.
+With float64 operands the functions compute in float64, which finite-difference tests need.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def round_to(x: ArrayLike, dtype: DTypeLike) -> NDArray:
 def round_float64(x: NDArray, dtype: DTypeLike) -> NDArray:
     """Round float64 to float32 and that to ``dtype``, which is off by at most a little more than half a step.
 
-    For what is compared within a tolerance. float64 stays as it is.
+    Used for results that are compared within a tolerance. float64 is returned unchanged.
     """
     return x if dtype == np.float64 else round_to(round_to(x, np.float32), dtype)
 

@@ -25,7 +25,7 @@ def chunk_sort_map(
         split_sizes: int [C] rows of each chunk. Negative sizes count as 0; chunks end at row R.
         order: int [C] the chunks in their new order. Entries that name no chunk, or one that was named before, are
             ignored; chunks that are not named follow the others, ascending.
-        num_rows: R; rows after the last chunk stay where they are.
+        num_rows: R; rows after the last chunk keep their places.
         validate: None or True: such sizes and entries raise.
         function: name that starts an error text.
         order_name: the caller's name for ``order``.
@@ -68,15 +68,15 @@ def sort_chunks(
     Args:
         x: [R, H], any dtype; bits are copied.
         split_sizes: as in `chunk_sort_map`.
-        order: as there.
-        probs: [R] values that travel with the rows, or None.
-        validate: as there.
+        order: as in `chunk_sort_map`.
+        probs: [R] values that are permuted with the rows, or None.
+        validate: as in `chunk_sort_map`.
 
     Returns:
         the rows [R, H], the probabilities [R] or None, and the map [R].
 
     Raises:
-        ValueError: as there.
+        ValueError: as in `chunk_sort_map`.
     """
     source_to_dest = chunk_sort_map(split_sizes, order, len(x), validate=validate)
     out = np.empty_like(x)

@@ -1,11 +1,11 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of SwiGLU experts whose products take float8 operands, with gradients.
+"""A layer of SwiGLU experts whose GEMMs have float8 operands, with gradients.
 
-Rows are quantised for each 128 columns, matrices for each 128 x 128 elements. Both products of the forward pass, and
-those that give gradients of activations, multiply quantised values. The gradients of the matrices are products of
-numbers in the tokens' dtype, as in `mlp`. What a backend keeps in memory is rounded to that dtype first, and is
-quantised from there. The derivative of quantising counts as 1.
+Rows are quantised for each 128 columns, matrices for each 128 x 128 elements. Both GEMMs of the forward pass, and the
+dgrad GEMMs, multiply quantised values. The wgrad GEMMs have operands in the tokens' dtype, as in `mlp`. Values that a
+backend keeps in memory are rounded to that dtype first, and quantised from it. The derivative of quantising counts as
+1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .routing import Plan, take_or_zero
 
 __all__ = ["FLOAT8_AMAX_MIN", "moe_mlp_float8", "moe_mlp_float8_backward"]
 
-# The least that `quantize_1x128` takes, since gradients may be small.
+# The smallest ``amax_min`` of `quantize_1x128`, since gradients may be small.
 FLOAT8_AMAX_MIN = 2.0**-100
 
 
@@ -38,11 +38,11 @@ def moe_mlp_float8(
     *,
     transpose: bool = False,
 ) -> tuple[NDArray, NDArray]:
-    """Return what the experts of each token make of it, weighted and added up, and the first product.
+    """Return the weighted sum of each token's expert outputs, and the first GEMM's output.
 
     Args:
         x: [T, d] tokens, bfloat16, float16 or float32.
-        plan: where their rows are.
+        plan: their rows.
         gate_up: [E, d, 2n], the gate's columns first, or [E, 2n, d] with ``transpose``.
         down: [E, n, d], or [E, d, n].
         weights: float32 [M] by row, or None.
@@ -71,10 +71,10 @@ def moe_mlp_float8_backward(
     transpose: bool = False,
     hidden_in_float8: bool = False,
 ) -> MlpGradients:
-    """Return the gradients of `moe_mlp_float8`, by the products that a backend makes.
+    """Return the gradients of `moe_mlp_float8`, by the GEMMs that a backend runs.
 
-    With ``hidden_in_float8`` a backend has kept the first product in float8: its rows are quantised, and codes times
-    scales are rounded to the tokens' dtype.
+    With ``hidden_in_float8`` a backend has kept the first GEMM's output in float8: its rows are quantised, and codes
+    times scales are rounded to the tokens' dtype.
     """
     groups, owners, dtype = _groups(plan), plan.row_to_token, x.dtype
     _, hidden = moe_mlp_float8(x, plan, gate_up, down, weights, transpose=transpose)

@@ -1,8 +1,8 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""A matrix product for each expert over its own rows, with gradients, in float64 and rounded in the end.
+"""Grouped GEMM over each expert's own rows, with gradients, in float64 and rounded at the end.
 
-The order of additions in a matrix product is free, so a backend meets it within a tolerance.
+The order of additions in a GEMM is free, so a backend agrees within a tolerance.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def grouped_gemm(
         transpose: multiply with the transposed matrices.
         expert_offsets: first row of each group, [E] or [E + 1]; None: the groups follow each other.
         row_to_token: [M] token of each row, or None.
-        weights: [M], what each row of the product is multiplied by, or None.
-        bias: [E, N], what is added to the rows of each expert before that, or None.
+        weights: [M], the factor of each row of the result, or None.
+        bias: [E, N], added to the rows of each expert before weights, or None.
 
     Returns:
         [M, N], dtype of X, 0 in rows of no group.
@@ -90,7 +90,7 @@ def grouped_gemm_backward(
 
 
 def _rows_of(X: NDArray, row_to_token: NDArray | None) -> Callable[[slice], NDArray]:
-    """A function that gives some of the rows, in float64."""
+    """A function that returns some of the rows, in float64."""
     return lambda rows: X[rows if row_to_token is None else row_to_token[rows]].astype(np.float64)
 
 

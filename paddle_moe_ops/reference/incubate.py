@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators of ERNIE's models in ``paddle.incubate.nn.functional``, slot by slot.
 
-Maps and copies are exact. Sums and products are made in float64 and rounded in the end, so a backend meets them within
+Maps and copies are exact. Sums and products are computed in float64 and rounded at the end, so a backend agrees within
 a tolerance.
 """
 
@@ -104,7 +104,7 @@ def moe_gate_dispatch_partial_nosoftmaxtopk(
         x: [T, H].
         combine_weights: float32 [T, K].
         expert_id: int [T, K]; ids outside [0, num_experts) are those of no expert.
-        capacity: rows of an expert at most, given out by slot, then token.
+        capacity: most rows of an expert, assigned by slot, then token.
         num_experts: E.
         use_pad: each local expert has ``capacity`` rows.
         expert_start_index: the first local expert.

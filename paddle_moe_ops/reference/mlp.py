@@ -1,9 +1,9 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of gated experts, with gradients: products in float64, rounded where a backend keeps a result in memory.
+"""A layer of gated experts, with gradients: GEMMs in float64, rounded where a backend stores a result in memory.
 
-The order of additions in a matrix product is free, so a backend meets it within a tolerance; the same bits are due
-where all sums are exact.
+The order of additions in a GEMM is free, so a backend agrees within a tolerance; if all sums are exact, the bits must
+agree.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["MlpGradients", "moe_mlp", "moe_mlp_backward"]
 
 
 class MlpGradients(NamedTuple):
-    """In the dtypes of what they are the gradients of."""
+    """Gradients of `moe_mlp`, each in the dtype of its operand."""
 
     x: NDArray
     gate_up: NDArray
@@ -45,18 +45,18 @@ def moe_mlp(
     gate_up_bias: NDArray | None = None,
     down_bias: NDArray | None = None,
 ) -> tuple[NDArray, NDArray]:
-    """Return what the experts of each token make of it, weighted and added up, and the first product.
+    """Return the weighted sum of each token's expert outputs, and the first GEMM's output.
 
     Args:
         x: [T, d] tokens; float64 stays float64.
-        plan: where their rows are.
+        plan: their rows.
         gate_up: [E, d, 2n], the gate's columns first, or [E, 2n, d] with ``transpose``.
         down: [E, n, d], or [E, d, n].
         weights: float32 [M] by row, or None.
         transpose: whether the matrices are stored transposed.
         activation: one of `activations.ACTIVATIONS`.
-        gate_up_bias: [E, 2n], added to the first product, or None.
-        down_bias: [E, d], added to the second before it is weighted, or None.
+        gate_up_bias: [E, 2n], added to the first GEMM's output, or None.
+        down_bias: [E, d], added to the second GEMM's output before it is weighted, or None.
 
     Returns:
         [T, d], and the rows before the activation, [M, 2n], 0 in rows of no token.
@@ -81,13 +81,13 @@ def moe_mlp_backward(
     gate_up_bias: NDArray | None = None,
     down_bias: NDArray | None = None,
 ) -> MlpGradients:
-    """Return the gradients of `moe_mlp`, by the products that a backend makes: no row of the result is needed."""
+    """Return the gradients of `moe_mlp`, by the GEMMs that a backend runs: no row of the result is needed."""
     groups: dict[str, Any] = {"transpose": transpose, "expert_offsets": list(plan.expert_offsets)}
     counts, dtype, owners = list(plan.tokens_per_expert), x.dtype, plan.row_to_token
     options: dict[str, Any] = {"activation": activation, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
     _, hidden = moe_mlp(x, plan, gate_up, down, weights, transpose=transpose, **options)
     act = activate(hidden, activation).astype(np.float64)
-    # Of the weighted rows that the second matrices multiply.
+    # The gradient of the weighted rows, the second GEMM's operand.
     d_scaled = grouped_gemm(
         d_out, down, counts, not transpose, expert_offsets=list(plan.expert_offsets), row_to_token=owners
     )

@@ -50,19 +50,19 @@ def moe_permute(
 
     Args:
         hidden_states: [T, H], any dtype; bits are copied.
-        scale: [T, S] scales that travel with the rows, any dtype, or None.
+        scale: [T, S] scales that are permuted with the rows, any dtype, or None.
         expert_routemap_topk: int [T, K] expert ids, -1 for none.
         expert_prob_topk: float32 [T, K].
         num_experts: E.
         tokens_per_expert: rows routed to each expert, with or without its segment's padding, or None; ignored with a
             static buffer.
         padding_alignment: A, in rows.
-        do_gather: False: make the maps and probabilities only.
+        do_gather: False: compute the maps and probabilities only.
         using_ue8m0_scale: says that ``scale`` holds packed exponents; they are copied like any other scale.
         return_expert_indices: add the expert of each row.
         override_buffer_size: N when >= 0.
         name: not used.
-        fill_padding: as in `permute`: padding is 0 here in any case.
+        fill_padding: as in `permute`; the oracle's padding is 0 in any case.
         return_overflow: add the number of dropped slots.
         validate: as in `route`.
 
@@ -106,7 +106,7 @@ def moe_permute(
 def moe_permute_backward(
     d_hidden_unzipped: NDArray | None, d_prob_unzipped: NDArray | None, plan: Plan
 ) -> tuple[NDArray | None, NDArray | None]:
-    """Return the gradients of hidden_states [T, H] and expert_prob_topk [T, K]; None where None was given."""
+    """Return the gradients of hidden_states [T, H] and expert_prob_topk [T, K]; None for a gradient that is None."""
     return (
         None if d_hidden_unzipped is None else permute_backward(d_hidden_unzipped, plan),
         None if d_prob_unzipped is None else route_backward(d_prob_unzipped, plan),
@@ -127,7 +127,7 @@ def moe_unpermute(
     compat: str | None = None,
     validate: bool | None = None,
 ) -> tuple[NDArray, NDArray]:
-    """Sum the rows of every token in ascending expert order, and bring the probabilities back to [T, K].
+    """Sum the rows of every token in ascending expert order, and unpermute the probabilities to [T, K].
 
     The sum runs over the row map, not over the ids. Without validation, ids and rows outside their range
     count as -1, and so does a row that an earlier entry names, in flat order t * E + e.
@@ -144,8 +144,8 @@ def moe_unpermute(
         name: not used.
         compat: "paddle": a token with exactly one row is a copy of that row even when weighted, and each of
             several slots with the same id reads the probability; None: the first one does, the others are 0.
-        validate: None or True: bad ids and row map entries raise. Repeated ids and NaN never do: ``compat``
-            gives the former a meaning, and the latter may be a gradient on its way back.
+        validate: None or True: bad ids and row map entries raise. Repeated ids and NaN never do: ``compat`` defines the
+            former, and the latter may be a gradient.
 
     Returns:
         hidden_states [T, H], dtype of the rows, and expert_prob_topk [T, K], 0 for a slot without a row.
@@ -214,7 +214,7 @@ def moe_unpermute_backward(
         # Slots of rank k read different rows, so an indexed addition meets no row twice.
         slot_to_row = _slot_to_row(rowmap, expert_routemap_topk, compat)
         if not using_weighted_combine:
-            d_row_probs[slot_to_row[slot_to_row >= 0]] = -0.0  # a gradient that comes alone is then a copy
+            d_row_probs[slot_to_row[slot_to_row >= 0]] = -0.0  # a single gradient is then a copy
         for rows, d_probs in zip(slot_to_row.T, d_prob_topk.T, strict=True):
             live = rows >= 0
             d_row_probs[rows[live]] = add32(d_row_probs[rows[live]], d_probs[live])

@@ -1,10 +1,10 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Moving rows into expert order and summing them back, with gradients.
+"""Permutation of rows into expert order and their sums per token, with gradients.
 
 All sums follow one rule: a float32 accumulator starts at -0.0, takes a token's rows from left to right
 (plain: one addition each; weighted: one fused multiply-add each) and is rounded once, to nearest even, to the
-output dtype. A token without rows gives +0.0. One unweighted row is copied, so its bits survive, NaN payloads
+output dtype. The sum of a token without rows is +0.0. One unweighted row is copied, so its bits survive, NaN payloads
 included. float64 rows and probabilities are computed in float64 throughout, which finite-difference tests
 need.
 """
@@ -28,9 +28,9 @@ def permute(
     Args:
         x: [T, H], any dtype; bits are copied.
         plan: plan of the routing.
-        scale: [T, S] scales that travel with the rows, any dtype, or None.
-        fill_padding: "all", "meta" or "none". The last two leave (some) padding undefined in a kernel; here
-            padding is 0 with each of them, so compare those rows with "all" only.
+        scale: [T, S] scales that are permuted with the rows, any dtype, or None.
+        fill_padding: "all", "meta" or "none". The last two leave (some) padding undefined in a kernel; the oracle's
+            padding is 0 with each of them, so compare padding rows with "all" only.
 
     Returns:
         rows [N, H], and scales [N, S] or None; padding rows are 0.

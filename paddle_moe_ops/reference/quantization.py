@@ -38,8 +38,8 @@ def quantize_1x128(
     """Return codes [T, H] in float8_e4m3fn and scales of ``x`` [T, H] in bfloat16, float16 or float32.
 
     With S = ceil(H / 128) and W = ceil(S / 4), the scales are float32 [T, S], or for ue8m0 int32 [T, W]; with
-    scale_layout="col" float32 [S, ceil4(T)] or int32 [W, ceil4(T)], where ceil4 rounds up to a multiple of 4. What no
-    group fills is 0.
+    scale_layout="col" float32 [S, ceil4(T)] or int32 [W, ceil4(T)], where ceil4 rounds up to a multiple of 4. Padding
+    is 0.
     """
     codes, scales = _quantize(x, ue8m0, amax_min)
     return codes, _laid_out(scales, scale_layout)

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between ranks that write to each other's memory: which token goes where, and what arrives.
+"""Transport between ranks that write to each other's memory: destinations of tokens, and arriving records.
 
 Regions are those of ``csrc/include/pmo/ranks.h``: S rows for each of P ranks.
 """
@@ -36,7 +36,7 @@ CALLS_DIFFER, GRADIENT_MODES_DIFFER = 1, 2
 
 
 class RankPlan(NamedTuple):
-    """Where tokens go.
+    """The destinations of a rank's tokens.
 
     Attributes:
         token_rows: int32 [T, min(P, K)] rows of each token, ascending, -1 last; row p * S + i is number i at rank p.
@@ -55,7 +55,7 @@ def rank_plan(ids: NDArray, num_ranks: int, experts_per_rank: int, rows_per_rank
     """Give each token a row at every rank that has one of its experts, as long as that has room.
 
     Args:
-        ids: int [T, K]; what is no expert has no rank.
+        ids: int [T, K]; ids outside the experts' range have no rank.
         num_ranks: P.
         experts_per_rank: rank p has the experts from p * experts_per_rank on.
         rows_per_rank: S.
@@ -87,7 +87,7 @@ def rank_plan(ids: NDArray, num_ranks: int, experts_per_rank: int, rows_per_rank
 def arrived_records(
     ids: NDArray, probs: NDArray, counts: NDArray, first_expert: int, num_experts: int
 ) -> tuple[NDArray, NDArray, NDArray]:
-    """What a rank makes of the records in its regions.
+    """The tokens that a rank receives, from the records in its regions.
 
     Args:
         ids: int32 [P, S, K], as they were sent.
@@ -113,7 +113,7 @@ def arrived_records(
 
 
 def call_difference(own: NDArray, calls: NDArray, forward_calls: NDArray | None = None, gradient: int = 0) -> int:
-    """What a rank finds where ranks meet: `CALLS_DIFFER`, `GRADIENT_MODES_DIFFER` or 0.
+    """A rank's verdict at a rendezvous: `CALLS_DIFFER`, `GRADIENT_MODES_DIFFER` or 0.
 
     Args:
         own: int32 [CALL_WORDS], the call that this rank is in; all ranks must agree on all words but the last.
@@ -155,9 +155,9 @@ def values_of_slots(values: NDArray, ids: NDArray, token_rows: NDArray, experts_
 def rows_in_windows(
     ids: NDArray, token_rows: NDArray, row_to_slot: NDArray, experts_per_rank: int, num_ranks: int, rows_per_rank: int
 ) -> NDArray:
-    """Where the rows of a plan over all experts are in a window of S * K rows for each rank.
+    """Places of the rows of a plan over all experts in a symmetric buffer with S * K rows for each rank.
 
-    Row r * K + k of the window is that of slot k of the token in row r.
+    Row r * K + k of the buffer belongs to slot k of the token in row r.
 
     Args:
         ids: int [T, K].
@@ -183,7 +183,7 @@ def rows_in_windows(
 
 
 def is_fetched(places: NDArray, fetched: int) -> NDArray:
-    """Whether their receiver fetches the rows of a region: ``fetched`` of every 8, evenly among the others."""
+    """True for rows of a region that their receiver fetches: ``fetched`` of every 8, spread evenly."""
     return places % FETCHED_PERIOD * fetched % FETCHED_PERIOD < fetched
 
 
@@ -198,14 +198,14 @@ def send_rows(
     rank: int,
     fetched: int,
 ) -> None:
-    """Write rows to where other ranks get them.
+    """Write rows to the regions from which other ranks read them.
 
     Args:
         x: [T, H].
-        token_rows: int32 [T, C], rows of windows; what is outside [0, P * S) is none.
+        token_rows: int32 [T, C], rows of symmetric buffers; rows outside [0, P * S) are skipped.
         arrived: [P * S, H], the regions at this rank, where rows lie that others fetch.
         peers: [P * S, H], this rank's regions at all ranks, where all other rows go.
-        own: [P * S, H], where those of this rank itself go, or None.
+        own: [P * S, H], the destination of this rank's own rows, or None.
         num_ranks: P.
         rank: of this process.
         fetched: of every 8 rows of a region, those that are fetched.
@@ -233,10 +233,11 @@ def receive_rows(
     """The sum [T, H] of each token's rows, as `sum_rows` makes it, from where `send_rows` of all ranks left them.
 
     Args:
-        token_rows: int32 [T, C], rows of windows; -1 ends a token, and what else is outside [0, P * S) is skipped.
+        token_rows: int32 [T, C], rows of symmetric buffers; -1 ends a token, and other rows outside [0, P * S) are
+            skipped.
         arrived: [P * S, H].
         peers: [P * S, H].
-        own: [P * S, H], where those of this rank itself are.
+        own: [P * S, H], this rank's own rows.
         num_ranks: P.
         rank: of this process.
         fetched: as it was for `send_rows`.

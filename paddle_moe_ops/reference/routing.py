@@ -14,7 +14,7 @@ __all__ = ["Plan", "check_ids", "find_repeats", "route", "route_backward", "take
 
 
 class Plan(NamedTuple):
-    """Where every slot goes and where every row comes from. Maps are int32 and -1 means "none".
+    """The row of every slot and the token of every row. Maps are int32 and -1 means "none".
 
     Attributes:
         slot_to_row: [T, K] row of each slot.

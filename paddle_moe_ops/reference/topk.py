@@ -148,7 +148,7 @@ def calculate_topk_backward(
 
 
 def _divisor(total: NDArray) -> NDArray:
-    """What weights with this sum are divided by."""
+    """The divisor of weights with this sum."""
     return np.where(total == 0, 1, total)
 
 

@@ -1,7 +1,7 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What checks the operators, shipped with the package so that an installation can be checked in place.
+"""Checks of the operators, shipped with the package so that an installation can be checked in place.
 
-`routing` draws the routings that occur, `equality` compares bits, `tolerances` says how far sums in another order
-may be off, `selftest` is ``python -m paddle_moe_ops selftest``.
+`routing` draws the routings that occur, `equality` compares bits, `tolerances` bounds the error of sums in another
+order, `selftest` is ``python -m paddle_moe_ops selftest``.
 """

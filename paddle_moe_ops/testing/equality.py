@@ -59,7 +59,7 @@ def _as_array(value: Any) -> NDArray:
 
 
 def _bits(array: NDArray) -> NDArray:
-    # A view needs a last axis that lies densely; 0-D arrays are dense but ascontiguousarray makes them 1-D.
+    # A view needs a dense last axis; 0-D arrays are dense but ascontiguousarray turns them into 1-D.
     return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}").reshape(array.shape)
 
 

@@ -38,7 +38,7 @@ def zipf(
 ) -> NDArray[np.int32]:
     """The n-th most popular expert is drawn n**-exponent as often as the first: an unbalanced router.
 
-    Which experts are popular is drawn as well, so hot segments lie anywhere in the buffer.
+    The popular experts are drawn as well, so hot segments lie anywhere in the buffer.
     """
     popularity = np.arange(1, num_experts + 1) ** -exponent
     return _draw_distinct(rng, num_tokens, topk, rng.permutation(popularity))
@@ -72,10 +72,10 @@ def all_unassigned(rng: np.random.Generator, num_tokens: int, topk: int, num_exp
 def expert_parallel_sparse(
     rng: np.random.Generator, num_tokens: int, topk: int, num_experts: int, mean_valid: float = 1.4
 ) -> NDArray[np.int32]:
-    """What a rank receives under expert parallelism: few slots of each token name an expert of this rank.
+    """Routing that a rank receives under expert parallelism: few slots of each token name an expert of this rank.
 
-    Every token has one such slot at least (else it would not have been sent here), ``mean_valid`` on average as long
-    as topk and num_experts leave room, at random places among its slots.
+    Every token has one such slot at least (otherwise it would not have been sent to this rank), ``mean_valid`` on
+    average as long as topk and num_experts leave room, at random places among its slots.
     """
     ids = uniform(rng, num_tokens, topk, num_experts)
     others = max(min(topk, num_experts) - 1, 0)
@@ -99,7 +99,7 @@ GENERATORS: dict[str, Generator] = {
 
 
 def random_probs(rng: np.random.Generator, ids: NDArray) -> NDArray[np.float32]:
-    """float32 [T, K] in (0, 1]: each token's probabilities sum to 1 over its assigned slots, the others hold 0."""
+    """float32 [T, K] in (0, 1]: each token's probabilities sum to 1 over its assigned slots, the others are 0."""
     weights = np.where(ids >= 0, 1.0 - rng.random(ids.shape), 0.0)
     totals = weights.sum(axis=1, keepdims=True)
     return (weights / np.where(totals == 0, 1.0, totals)).astype(np.float32)

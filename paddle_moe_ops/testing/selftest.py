@@ -39,7 +39,7 @@ class Case(NamedTuple):
         return f"T{self.T}-H{self.H}-E{self.E}-K{self.K}-A{self.A}"
 
 
-Check = tuple[str, Callable[[], None]]  # what it looks at; raises AssertionError where results differ
+Check = tuple[str, Callable[[], None]]  # the check; raises AssertionError if results differ
 
 CASES = (Case(T=63, H=72, E=7, K=2), Case(T=257, H=200, E=32, K=8, A=16), Case(T=5, H=1, E=3, K=3, A=4))
 EMPTY = Case(T=0, H=72, E=7, K=2, A=4)
@@ -94,7 +94,7 @@ def all_checks() -> Iterator[Check]:
 
 
 class _Problem:
-    """A case with random inputs, the same on every machine, and what the reference makes of them."""
+    """A case with random inputs, the same on every machine, and the reference's results for them."""
 
     def __init__(self, case: Case, dtype: np.dtype) -> None:
         self.case, self.dtype = case, dtype

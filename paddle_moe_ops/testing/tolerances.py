@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""How far a result may be off where the order of a sum is free. Everything else is compared by its bits."""
+"""Tolerances of results whose order of summation is free. All other results are compared by their bits."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = [
     "score_tols",
 ]
 
-# Of a float8 layer beside one that adds up in another order, relative to the norm. A sum that rounds otherwise may be
-# quantised to the neighbour, up to 1/8 away. Few terms, as in tests, do not average that out.
+# Error of a float8 layer against one that adds in another order, relative to the norm. A sum that rounds otherwise may
+# be quantised to the neighbour, up to 1/8 away. Few terms, as in tests, do not average that out.
 FLOAT8_ERROR = 0.03
 
 # Rounding to nearest is off by at most this much, relative to the exact value.
 _UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-# The smallest step of each dtype: what rounding a subnormal number can cost.
+# The smallest step of each dtype bounds the rounding error of a subnormal number.
 _SMALLEST_STEP = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
 
 _DOT_LANES = 16
@@ -45,8 +45,8 @@ def dtype_tols(dtype: DTypeLike, chain: int) -> Tolerance:
 
     It is a proved bound, not a guess: after n roundings in a row, a float32 sum is off by at most n * 2**-24 (to first
     order) of the sum of the absolute values of its terms (Higham, "Accuracy and Stability of Numerical Algorithms",
-    section 4.2). Relative to that sum, a term that is left out or taken twice shows, even if terms cancel; relative to
-    the result it would not. Both sides round to the dtype in the end, so its unit roundoff counts twice.
+    section 4.2). Relative to that sum, a term that is left out or added twice is visible, even if terms cancel;
+    relative to the result it would not be. Both sides round to the dtype in the end, so its unit roundoff counts twice.
 
     Used for
       * the gradient of a probability, a dot product in float32: `dot_chain` roundings;
@@ -85,7 +85,7 @@ def score_tols(dtype: DTypeLike, num_experts: int) -> Tolerance:
 
 
 def dot_chain(hidden: int) -> int:
-    """The longest chain of roundings in a dot product of ``hidden`` terms: 16 lanes side by side, then a tree."""
+    """The longest chain of roundings in a dot product of ``hidden`` terms: 16 parallel lanes, then a tree."""
     return -(-hidden // _DOT_LANES) + _DOT_TREE_LEVELS
 
 
@@ -121,7 +121,7 @@ def assert_close_sums(actual: Any, expected: Any, magnitude: Any, tolerance: Tol
 def _as_array(value: Any) -> NDArray:
     if isinstance(value, np.ndarray | np.generic):
         return np.asarray(value)
-    from ..backends.arrays import to_numpy  # here: arrays are compared where Paddle is missing, too
+    from ..backends.arrays import to_numpy  # imported late: arrays are compared without Paddle as well
 
     return to_numpy(value)
 

@@ -63,7 +63,7 @@ def probe_work(operation: Operation, problem: Problem) -> Work:
 
 
 def difference(operation: Operation, check: Check, outputs: Outputs) -> str | None:
-    """The first difference between outputs and what the oracle says, as a text, or None."""
+    """The first difference between outputs and the oracle's, as a text, or None."""
     if not outputs:
         return "there are no outputs to check"
     missing = [name for name in variant_of(operation).due if name not in outputs]

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmark knows of an operator, and the ways to run it."""
+"""The benchmark's description of an operator, and its implementations."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PADDLE_STATIC = "paddle static buffer (published, scaled)"
 
 
 class Library(Enum):
-    """What a way calls. The comments say what it is given, besides the operation and its inputs."""
+    """The library that a way calls. The comments name its argument besides the operation and its inputs."""
 
     CORE = "core"  # core.CoreCalls
     CORE_OTHERWISE = "core, otherwise"  # the same; ways that the first one is compared with
@@ -54,9 +54,9 @@ class Way(NamedTuple):
     """An implementation of an operator.
 
     Attributes:
-        name: What rows and filters call it.
-        library: What it calls.
-        prepare: Makes a body, or raises Unsupported. What needs no timing is done here.
+        name: Its name in rows and filters.
+        library: The library that it calls.
+        prepare: Returns a body, or raises Unsupported; does the untimed work.
         variants: Those that it offers; an empty tuple means all.
         gpu_only: Whether it is not measured on a CPU, although its library is there.
     """

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the operators that move rows share."""
+"""Helpers that the operators on rows share."""
 
 from __future__ import annotations
 

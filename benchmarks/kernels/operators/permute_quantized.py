@@ -162,7 +162,7 @@ OPERATOR = Operator(
     least_bytes=_least_bytes,
     probe=_probe,
     checks={"codes": _unlike_codes, "scales": _unlike_scales},
-    # Two launches, one after the other, are what quantising while permuting is compared with.
+    # The peer of quantising while permuting: two launches in sequence.
     ways=(
         Way(OURS, Library.CORE, _core),
         Way("quantise, then permute", Library.CORE_OTHERWISE, _core_quantize_then_permute, _BY_ROW),

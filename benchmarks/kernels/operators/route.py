@@ -20,7 +20,7 @@ from .moving import slot_bytes, without_padding
 from .routing import MAPS, core_maps, core_route_params, plain_routing, triton_route
 
 _ALL_MAPS = (*MAPS, "row_to_slot", "row_to_expert")
-# Of a mask. What is by slot differs from the oracle's: slots are in the order of the experts, not of the ids.
+# Maps of a mask. Maps by slot differ from the oracle's: slots are in the order of the experts, not of the ids.
 _MASK_MAPS = ("token_rows", "row_to_token", "row_probs", "tokens_per_expert")
 _PUBLIC_MAPS = ("slot_to_row", "token_rows", "row_to_token", "row_to_slot", "row_to_expert", "row_probs")
 

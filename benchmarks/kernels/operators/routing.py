@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the operators that route tokens share; some move rows in the same call."""
+"""Helpers that the routing operators share; some of these permute rows in the same call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..targets import OURS, TRITON
 from .base import Library, Way
 from .moving import core_permute_params, permuted_bytes, slot_bytes, sources, triton_move
 
-# Outputs of the operators that route: what the gradients need, and what a caller reads.
+# Outputs of the routing operators, for the gradients and for the caller.
 MAPS = ("slot_to_row", "token_rows", "row_to_token", "row_probs", "tokens_per_expert", "expert_offsets", "overflow")
 
 
@@ -93,7 +93,7 @@ def ways_in_one_call(names: tuple[str, ...]) -> tuple[Way, ...]:
 
 
 def plain_routing(paddle: Any, inputs: Any) -> tuple[Any, Outputs]:
-    """The tokens of the rows, and what else a caller needs: the way back, probabilities and counts.
+    """The tokens of the rows, with the inverse map, probabilities and counts.
 
     Unassigned slots sort after the last expert and are cut off.
     """

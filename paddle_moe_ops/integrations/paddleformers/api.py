@@ -25,7 +25,7 @@ _ON_OPERATORS_ALONE = "ernie4_5_moe_vl"
 
 @dataclass(frozen=True)
 class Supported:
-    """What `apply` does for a type of model.
+    """The methods and versions that `apply` supports for a type of model.
 
     Attributes:
         methods: the methods that it replaces.
@@ -40,7 +40,7 @@ def supported() -> dict[str, Supported]:
     """List the types of models that `apply` knows; PaddleFormers need not be installed.
 
     Returns:
-        what is replaced, by the name that `apply` takes, which is PaddleFormers' ``model_type``.
+        the replaced methods by the name for `apply`, which is PaddleFormers' ``model_type``.
     """
     return {name: Supported(tuple(target.path for target in model.targets), VERSIONS) for name, model in MODELS.items()}
 
@@ -53,8 +53,8 @@ def apply(name_or_model: str | nn.Layer, *, compute: str | None = None) -> Repor
     With a model its own blocks get other methods, and no other model changes. Calling it again changes nothing but
     ``compute``.
 
-    Either everything that can be patched is patched, or an error is raised and nothing is. Where a class is patched and
-    one of its layers cannot be run, the first call of that layer raises a RuntimeError that says why.
+    Either everything that can be patched is patched, or an error is raised and nothing is. If a patched class has a
+    layer that cannot run on these operators, the first call of that layer raises a RuntimeError with the reason.
 
     Args:
         name_or_model: a name that `supported` lists, "all" for every type that can be imported, or a model or a part
@@ -63,7 +63,7 @@ def apply(name_or_model: str | nn.Layer, *, compute: str | None = None) -> Repor
             without biases, in stacked matrices or in plain linear layers with the gate in that of the up projection.
 
     Returns:
-        what was patched, and what was left and why.
+        the patched methods, and the unchanged ones with the reason.
 
     Raises:
         TypeError: neither a name nor a layer.
@@ -78,7 +78,7 @@ def apply(name_or_model: str | nn.Layer, *, compute: str | None = None) -> Repor
 
 @context_manager
 def applied(name_or_model: str | nn.Layer, *, compute: str | None = None) -> Iterator[Report]:
-    """Apply inside a ``with`` block; afterwards the state is what it was before.
+    """Apply inside a ``with`` block; afterwards the earlier state is restored.
 
     Args:
         name_or_model: as for `apply`.
@@ -100,7 +100,7 @@ def applied(name_or_model: str | nn.Layer, *, compute: str | None = None) -> Ite
 
 
 def remove(name_or_model: str | nn.Layer = ALL) -> None:
-    """Undo `apply`: the methods are the original functions again. What was not applied is ignored.
+    """Undo `apply`: the methods are the original functions again. Unpatched names and models are ignored.
 
     A name undoes what was applied to classes, "all" for every type; it leaves single models as they are.
 
@@ -119,7 +119,7 @@ def remove(name_or_model: str | nn.Layer = ALL) -> None:
 
 
 def _apply(name_or_model: str | nn.Layer, compute: str | None) -> tuple[Report, Callable[[], None]]:
-    """The report, and what undoes this call."""
+    """The report, and a function that undoes this call."""
     _checks.choice("apply", "compute", compute, COMPUTE)
     if isinstance(_checked("apply", name_or_model), str):
         if compute is not None:

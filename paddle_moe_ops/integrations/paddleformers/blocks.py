@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What replaces the methods of PaddleFormers' blocks, and when a block is refused."""
+"""Replacements of the methods of PaddleFormers' blocks, and the checks that refuse a block."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def replacement(problem: Problem) -> Callable[[Callable[..., Any]], Callable[...
     """Make a function the replacement of a method.
 
     Args:
-        problem: says why a layer cannot be run by the replacement, or None. It is asked before each call: where a class
-            is patched, layers are made later.
+        problem: says why a layer cannot be run by the replacement, or None. It runs before each call: layers of a
+            patched class may be constructed later.
 
     Returns:
-        a decorator. What it returns has the attribute ``problem``.
+        a decorator. The decorated method has the attribute ``problem``.
     """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:

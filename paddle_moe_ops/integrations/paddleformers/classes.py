@@ -13,7 +13,7 @@ from .targets import MODELS, VERSIONS, Target, digest
 
 _ABSENT = object()  # the class inherits the method
 _applied: set[str] = set()
-_replaced: dict[Target, tuple[type, Any]] = {}  # the class, and what it had itself under the method's name
+_replaced: dict[Target, tuple[type, Any]] = {}  # the class, and its own attribute of the method's name
 
 
 def applied_names() -> frozenset[str]:

@@ -98,7 +98,7 @@ def _run(block: Any, experts: Sequence[nn.Layer], tokens: Tensor, plan: Plan, we
 
 
 def _with_losses(block: Any, router_loss: Tensor, logits: Tensor, scores: Tensor, load: Tensor) -> Tensor:
-    """What calc_router_loss_and_logging adds to the loss of a router without modalities, on any device."""
+    """The loss plus the terms that calc_router_loss_and_logging adds for a router without modalities, on any device."""
     gate = block.gate
     if gate.config.router_aux_loss_coef:
         router_loss = router_loss + gate.router_aux_loss_coef[0] * _load_loss(block, scores, load)
@@ -136,7 +136,7 @@ def _load_loss(block: Any, scores: Tensor, load: Tensor) -> Tensor:
 
 
 def _is_repeated() -> bool:
-    """Whether this call repeats a forward pass for a backward pass, as Paddle's recomputation does."""
+    """True if this call recomputes a forward pass for a backward pass, as Paddle's recomputation does."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""How the experts of a block run: the one place that chooses.
+"""Implementations of a block's experts, and the choice between them.
 
 T tokens of H columns, K slots each, N rows, E experts.
 """
@@ -22,14 +22,14 @@ from ...gemm import grouped_gemm
 from ...mlp import moe_mlp
 from ...routing import Plan
 
-# The forward methods that `_matrices_of` says in matrices. `targets` has the digests of their sources.
+# The forward methods that `_matrices_of` expresses as matrices. `targets` has the digests of their sources.
 _KNOWN = {
     ("paddleformers.nn.mlp", "MLP.forward"),
     ("paddleformers.transformers.ernie4_5_moe.modeling", "Ernie4_5_MoeMLP.forward"),
 }
 
 
-# What `apply` leaves at a block whose experts compute otherwise; copies of the block have it, too.
+# Attributes that `apply` sets on a block whose experts compute otherwise; copies of the block have them, too.
 COMPUTE, KEPT = "compute_of_paddle_moe_ops", "float8_matrices"
 
 
@@ -41,22 +41,22 @@ class Compute(NamedTuple):
 
 
 def compute_of(block: nn.Layer) -> Compute:
-    """What `apply` was told about a block."""
+    """The options of `apply` for a block."""
     kept = vars(block).get(KEPT)
     return Compute(vars(block).get(COMPUTE), kept if is_default(kept) else None)
 
 
 def run_stacked(x: Tensor, plan: Plan, weights: Tensor, gate_up: Tensor, down: Tensor, compute: Compute) -> Tensor:
-    """Give each token [T, H] to its experts, whose matrices are stacked, and add up what they make of it."""
+    """Run each token [T, H] through its experts, whose matrices are stacked, and add up the expert outputs."""
     return moe_mlp(x, plan, weights.astype("float32"), gate_up, down, **compute._asdict()).astype(x.dtype)
 
 
 def run_interleaved(
     x: Tensor, plan: Plan, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor, down_bias: Tensor
 ) -> Tensor:
-    """As `run_stacked`, of gpt_oss: the columns of ``gate_up`` take turns, one of the gate and one that it gates.
+    """As `run_stacked`, for gpt_oss: the columns of ``gate_up`` are interleaved, gate and up in turn.
 
-    The columns of rows are put in order, not those of the matrices, which mostly are more.
+    The columns of the rows are reordered, not those of the matrices, which are larger in most calls.
     """
     rows = grouped_gemm(x, gate_up, plan=plan, permute_x=True, transpose=False, bias=gate_up_bias)
     rows = rows.reshape([rows.shape[0], rows.shape[1] // 2, 2]).transpose([0, 2, 1]).reshape(rows.shape)
@@ -88,20 +88,20 @@ def run_modules(
     idle_gradients: bool,
     compute: Compute,
 ) -> Tensor:
-    """Give each token to its experts, which are layers, and add up what they make of it.
+    """Run each token through its experts, which are layers, and add up the expert outputs.
 
-    Where all are SwiGLU of plain linear layers, their weights go to the operators as lists, and on a GPU no size is
-    read, unless experts without tokens must get no gradient. Otherwise (quantised layers, adapters, hooks, dropout)
-    the layers are called, each once, on a segment of rows. Then the sizes of the segments are read, as PaddleFormers
-    reads them.
+    If all are SwiGLU of plain linear layers, the operators run on lists of their weights. On a GPU no size is then
+    read, unless experts without tokens must get no gradient. Otherwise (quantised layers, adapters, hooks, dropout) the
+    layers are called, each once, on a segment of rows. Then the sizes of the segments are read, as PaddleFormers reads
+    them.
 
     Args:
         experts: E layers.
         x: tokens [T, H].
-        plan: where their rows are.
+        plan: their rows.
         weights: of each slot, [T, K].
         idle_gradients: whether the parameters of an expert without tokens get a gradient, which is 0, or none.
-        compute: what `apply` was told.
+        compute: the options of `apply`.
 
     Returns:
         [T, H], dtype of ``x``.
@@ -140,7 +140,7 @@ def run_modules(
 def _run_linears(
     linears: _Linears, counts: list[int] | None, x: Tensor, plan: Plan, weights: Tensor, compute: Compute
 ) -> Tensor:
-    """What the experts make of tokens. Those whose count is 0 get no gradient; without counts, one of 0."""
+    """The expert outputs of tokens. Experts whose count is 0 get no gradient; without counts, a gradient of 0."""
     if not x.place.is_cpu_place() or not resolve("grouped_gemm", x).takes_lists:
         for layers in linears.values():
             _lay_side_by_side([each.weight for each in layers])
@@ -210,5 +210,5 @@ def _is_swiglu(expert: nn.Layer) -> bool:
 
 
 def _is_plain(layer: nn.Layer) -> bool:
-    """Whether a call of a layer runs its class's forward, and nothing before or after it."""
+    """True if a call of a layer runs its class's forward, and nothing before or after it."""
     return "forward" not in vars(layer) and not layer._forward_pre_hooks and not layer._forward_post_hooks

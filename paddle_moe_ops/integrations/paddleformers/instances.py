@@ -36,7 +36,7 @@ def bind(
         compute: of the experts of all its blocks, see `moe_mlp`.
 
     Returns:
-        the blocks that are patched now; what was left, each with the reason; what undoes this call.
+        the blocks that are patched now; the unchanged blocks, each with the reason; a function that undoes this call.
 
     Raises:
         ValueError: there are no blocks that are known, or one cannot be run.

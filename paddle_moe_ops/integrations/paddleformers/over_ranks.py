@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks whose experts are spread over the ranks of a group.
 
-Each rank has the layers of its own experts and None in the places of the others. Where Fleet has an expert parallel
-group of more than one rank, PaddleFormers builds such blocks, from other classes. ERNIE-4.5-MoE has one class for both.
+Each rank has the layers of its own experts and None in the places of the others. If Fleet has an expert parallel group
+of more than one rank, PaddleFormers builds such blocks, from other classes. ERNIE-4.5-MoE has one class for both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .experts import compute_of, run_modules
 
 @functools.cache
 def parallel_of(group: Group, num_experts: int) -> ExpertParallel:
-    """What exchanges tokens between the ranks of a group; all of them must come here. A group has one for each size."""
+    """The `ExpertParallel` of a group, cached by number of experts; all ranks of the group must call this."""
     return ExpertParallel(num_experts, group, combine="reduced")
 
 
@@ -35,10 +35,10 @@ def experts_of_rank(experts: Sequence[nn.Layer | None], parallel: ExpertParallel
 
 
 def run_over_ranks(block: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Give each token [T, H] to its experts on all ranks, and add up what they make of it.
+    """Run each token [T, H] through its experts on all ranks, and add up the expert outputs.
 
-    A rank's sum for a token is rounded to the dtype of ``x`` and travels. An expert without tokens from any rank gets a
-    gradient of 0: without one, a rank without tokens would have no part in the exchange of gradients.
+    A rank's sum for a token is rounded to the dtype of ``x`` before it is sent. An expert without tokens from any rank
+    gets a gradient of 0: without one, a rank without tokens would have no part in the exchange of gradients.
     """
     parallel = parallel_of(block.moe_group, len(block.experts))
     received = parallel.dispatch(x, ids, weights.astype("float32"))

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What `apply` returns."""
+"""`Report`, the result of `apply`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Report:
-    """What runs on these operators after a call of `apply`, and what does not.
+    """The methods that run on these operators after a call of `apply`, and those that do not.
 
     Attributes:
         subject: the name that was given, or the class of the model.
         version: the version of PaddleFormers.
         patched: the methods that were replaced, as "class.method" with the module in front, or with the path of the
             layer in the model.
-        left: what was left as it is, each with the reason.
+        left: methods and layers that are unchanged, each with the reason.
     """
 
     subject: str

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which methods of PaddleFormers are replaced, for which models, and whether they are the ones that are known."""
+"""The methods of PaddleFormers to replace, by model, and the check that their sources are known."""
 
 from __future__ import annotations
 

@@ -1,0 +1,95 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Sentences of docstrings and comments begin with a noun or a verb; the number of others may only shrink."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "paddle_moe_ops"
+
+# Sentences of each folder that begin with one of `OPENINGS`; "." stands for the package's own modules. Lower an entry
+# when its folder improves, and remove it at 0. Never raise one: reword the sentence.
+ALLOWED = {".": 1, "backends": 38, "expert_parallel": 34, "triton": 17}
+
+OPENINGS = ("Of", "That of", "Those of", "By", "What", "Where", "Which", "How", "Whether", "Who")
+OPENING = re.compile(rf"(?:{'|'.join(OPENINGS)})\b")
+END_OF_SENTENCE = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`])|\n\s*\n")
+
+
+def docstrings(source: str) -> Iterator[str]:
+    """The docstrings of a module, its classes and its functions."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, documented) and (text := ast.get_docstring(node)):
+            yield text
+
+
+def comments(source: str) -> Iterator[str]:
+    """The comments; lines of one block are joined, a comment after code stands alone."""
+    found = [
+        (token.start[0], token.line.lstrip().startswith("#"), token.string.lstrip("#: "))
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    ]
+    blocks = ((line - index, alone or -line, text) for index, (line, alone, text) in enumerate(found))
+    for _, block in groupby(blocks, key=lambda each: each[:2]):
+        yield "\n".join(text for *_, text in block)
+
+
+def flagged(source: str) -> list[str]:
+    """The sentences that begin with one of `OPENINGS`; questions count as well."""
+    texts = [*docstrings(source), *comments(source)]
+    sentences = (sentence for text in texts for sentence in END_OF_SENTENCE.split(text))
+    return [" ".join(each.split()) for each in sentences if OPENING.match(each.strip())]
+
+
+def by_folder() -> dict[str, list[str]]:
+    """The flagged sentences of the package, each with its file, by top-level folder."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE)
+        folder = name.parts[0] if len(name.parts) > 1 else "."
+        sentences = [f"{name.as_posix()}: {each}" for each in flagged(path.read_text(encoding="utf-8"))]
+        found.setdefault(folder, []).extend(sentences)
+    return found
+
+
+FOUND = by_folder()
+
+
+@pytest.mark.parametrize("folder", sorted({*FOUND, *ALLOWED}))
+def test_sentences_begin_with_a_noun_or_a_verb(folder):
+    sentences, allowed = FOUND.get(folder, []), ALLOWED.get(folder, 0)
+    assert len(sentences) <= allowed, (
+        f"{len(sentences)} sentences of {folder} begin with one of {', '.join(OPENINGS)}, but at most {allowed} may. "
+        "Begin the new ones with a noun or a verb:\n" + "\n".join(sentences)
+    )
+    assert len(sentences) == allowed, (
+        f"{folder} has improved: set its entry of ALLOWED in {Path(__file__).name} from {allowed} to {len(sentences)}"
+        f"{', that is, remove it' if not sentences else ''}"
+    )
+
+
+def test_the_counted_sentences():
+    source = '''"""Returns a plan.
+
+What it holds. By the way, Of it.
+"""
+
+x = 1  # Whether it is one
+# Which rows
+# are moved. Rows of
+# Where a line begins.
+y = 2  # Ofen
+'''
+    assert Counter(each.split()[0] for each in flagged(source)) == Counter(["What", "By", "Whether", "Which"])
