@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The one place that chooses which implementation runs an operator."""
+"""Backend selection: registers the backends and chooses the one that runs an operator."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ def _automatic_for(operator: str, dtype: Any, in_graph: bool) -> tuple[str, ...]
 
 
 def register(name: str, module: str, *, automatic: Collection[str] = OPERATORS, dygraph_only: bool = False) -> None:
-    """Make a backend known.
+    """Register a backend.
 
     Args:
-        name: what `use_backend` takes.
+        name: the argument of `use_backend`.
         module: module to import on first use; its attribute ``backend`` is the `Backend`.
-        automatic: operators that it may be chosen for without being asked for, if it has them. Earlier registrations
+        automatic: operators for which it may be chosen automatically, if it implements them. Earlier registrations
             win.
-        dygraph_only: whether graphs run the compiled operators in its place.
+        dygraph_only: whether static graphs run the compiled operators instead.
     """
     _modules[name] = module
     _automatic[name] = automatic
@@ -106,16 +106,16 @@ def register(name: str, module: str, *, automatic: Collection[str] = OPERATORS, 
 
 
 def register_note(note: Callable[[], str]) -> Callable[[], str]:
-    """Make a function known whose text `explain` shows, unless it is empty; a decorator."""
+    """Register a function whose text `explain` shows unless it is empty; a decorator."""
     _notes.append(note)
     return note
 
 
 register("compiled", "paddle_moe_ops.backends.compiled")
-# For what has no compiled operator, and on GPUs that the library has no kernels for.
+# Runs operators without a compiled implementation, and all operators on GPUs without compiled kernels.
 register("triton", "paddle_moe_ops.backends.triton", dygraph_only=True)
 register("paddle", "paddle_moe_ops.backends.matmul")
-# The oracle is orders of magnitude slower: it serves as a check and never replaces another silently.
+# The oracle is orders of magnitude slower: it serves as a check and never replaces another backend silently.
 register("reference", "paddle_moe_ops.backends.reference", automatic=())
 
 
@@ -125,12 +125,12 @@ def _load(name: str) -> Backend:
 
 
 def register_operators() -> None:
-    """Make the compiled operators known to Paddle, if they are there; what is wrong with them is told when needed."""
+    """Register the compiled operators with Paddle if the library loads; a later call reports why it does not."""
     _load("compiled").unavailable()
 
 
 def direct(operator: str, *arguments: Any) -> tuple[Tensor, ...]:
-    """Call a compiled operator that is part of no backend and has no gradient.
+    """Call a compiled operator that belongs to no backend and has no gradient.
 
     Raises:
         RuntimeError: the compiled library cannot be used.
@@ -144,15 +144,15 @@ def direct(operator: str, *arguments: Any) -> tuple[Tensor, ...]:
 def use_backend(name: str) -> Iterator[None]:
     """Run the operators inside the ``with`` block on one backend; their backward passes stay on it.
 
-    Operators that the backend does not have run on the backend that is chosen automatically; `explain` says which.
+    Operators that the backend lacks run on the automatically chosen backend; `explain` names it.
 
     Args:
         name: "compiled", "triton" (NVIDIA GPUs; ignored in static graphs), "paddle" (grouped_gemm
             by Paddle's matmul) or "reference".
 
     Raises:
-        ValueError: there is no such backend.
-        RuntimeError: from the operator that is called, when the backend cannot run here.
+        ValueError: no backend has this name.
+        RuntimeError: the called operator raises it if the backend cannot run on this machine.
     """
     _check_name(name, "use_backend: name")
     token = _chosen.set(name)
@@ -168,7 +168,7 @@ def _check_name(name: str, argument: str) -> None:
 
 
 def _requested() -> tuple[str, str] | None:
-    """The backend that the user asked for and where, or None."""
+    """The requested backend and the source of the request, or None."""
     name = chosen()
     if name is not None:
         return name, "use_backend"
@@ -180,16 +180,15 @@ def _requested() -> tuple[str, str] | None:
 
 
 def resolve(operator: str, like: Tensor | None = None) -> Backend:
-    """The backend that runs an operator.
+    """Return the backend that runs an operator.
 
     Args:
         operator: one of `OPERATORS`.
-        like: the tensor whose device, dtype and size decide, or a value of a static graph. None: wherever it may be.
+        like: the tensor whose device and dtype decide, or a value of a static graph. None: any device and dtype.
 
     Raises:
-        RuntimeError: the backend that was asked for cannot run here, or none can.
-        ValueError: PADDLE_MOE_OPS_BACKEND names no backend, or a bad value of another variable keeps the library from
-            running.
+        RuntimeError: the requested backend cannot run on this machine, or none can.
+        ValueError: PADDLE_MOE_OPS_BACKEND names no backend, or another variable has a value that the library rejects.
     """
     requested = _requested()
     in_graph = like is not None and not isinstance(like, Tensor)
@@ -219,12 +218,12 @@ def resolve(operator: str, like: Tensor | None = None) -> Backend:
 
 
 def _candidates(operator: str, like: Tensor | None, *, in_graph: bool) -> tuple[str, ...]:
-    """Backends that may be chosen without being asked for, in order of preference."""
+    """Backends that may be chosen automatically, in order of preference."""
     return _automatic_for(operator, like.dtype if isinstance(like, Tensor) else None, in_graph)
 
 
 def _problem(name: str, like: Tensor | None) -> str | None:
-    """Why a backend cannot run here, on the device of a tensor or on a value of a graph, or None."""
+    """The reason why a backend cannot run on a tensor's device or on a value of a graph, or None if it can."""
     backend = _load(name)
     return backend.unavailable() or (None if like is None else backend.cannot_run_on(like))
 
@@ -234,7 +233,7 @@ def _serves(name: str, operator: str, like: Tensor | None) -> bool:
 
 
 def _has(name: str, operator: str, dtype: Any) -> bool:
-    """Whether a backend has an operator, for rows of a dtype unless that is None."""
+    """True if a backend implements an operator, for rows of ``dtype`` unless that is None."""
     backend = _load(name)
     if backend.operators is not None and operator not in backend.operators:
         return False
@@ -248,7 +247,7 @@ def _alternatives(name: str, operator: str) -> str:
 
 
 def explain_operators(operator: str | None = None) -> str:
-    """Which backend runs each operator here, or one of them, and why the others do not."""
+    """Return text that names the backend of each operator, or of one, and the reasons against the others."""
     lines = []
     for each in OPERATORS if operator is None else (operator,):
         try:
@@ -270,7 +269,7 @@ def explain_operators(operator: str | None = None) -> str:
 
 
 def _choice_text(operator: str) -> str:
-    """What runs an operator, and what else it is on GPUs without compiled kernels and in static graphs."""
+    """The backend of an operator, and its replacement on GPUs without compiled kernels and in static graphs."""
     backend = resolve(operator)
     name, requested = backend.name, _requested()
     if name in _dygraph_only:

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that are added to what a parameter already has as they are made, past Paddle's own sum."""
+"""Gradient accumulation: adds gradients to a parameter's ``main_grad`` or ``grad``, without Paddle's own sum."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _WHERE = "with accumulate=True "
 
 
 class Destination(NamedTuple):
-    """Where a gradient goes.
+    """The tensor that accumulates a gradient.
 
     Attributes:
         tensor: float32 or the dtype of the parameter.
-        adds: whether it holds numbers to add to.
+        adds: whether it already contains a gradient to add to.
     """
 
     tensor: Tensor
@@ -32,7 +32,7 @@ class Destination(NamedTuple):
 
 
 def why_not(parameter: Tensor) -> tuple[str, str] | None:
-    """What a parameter must be, and what it is instead, if its gradients cannot be accumulated; else None."""
+    """Expected and actual parameter, as texts, if its gradients cannot be accumulated; otherwise None."""
     if is_graph_value(parameter):
         return "a tensor, outside static graphs, with accumulate", "a value of a static graph"
     if not parameter.stop_gradient and not parameter.is_leaf:
@@ -41,7 +41,7 @@ def why_not(parameter: Tensor) -> tuple[str, str] | None:
 
 
 def _why_not(name: str, parameter: Tensor, held: Tensor | None) -> tuple[str, str] | None:
-    """The same of the attribute to whose tensor gradients are added."""
+    """As `why_not`, for the attribute ``name`` whose tensor ``held`` accumulates the gradients."""
     if held is None:
         return None
     given = f"a {type(held).__name__}"
@@ -56,10 +56,10 @@ def _why_not(name: str, parameter: Tensor, held: Tensor | None) -> tuple[str, st
 
 
 def destination_of(parameter: Tensor) -> Destination | None:
-    """Where to put the gradient of a parameter, which is made if need be. None: give the gradient to Paddle.
+    """The destination of a parameter's gradient, allocated if necessary. None: return the gradient to Paddle.
 
     Raises:
-        ValueError: what is there does not fit; it may have been replaced since the forward pass.
+        ValueError: the present tensor does not fit; it may have been replaced since the forward pass.
     """
     name = "main_grad" if hasattr(parameter, "main_grad") else "grad"
     held = getattr(parameter, name)
@@ -74,7 +74,7 @@ def destination_of(parameter: Tensor) -> Destination | None:
 
 
 def refuse_others(name: str, parameter: Tensor, held: Tensor | None) -> None:
-    """Raise a ValueError if gradients of a parameter cannot be added to what its attribute of that name holds."""
+    """Raise a ValueError if gradients of a parameter cannot be added to ``held``, its attribute ``name``."""
     problem = _why_not(name, parameter, held)
     if problem is not None:
         raise ValueError(f"accumulate: expected {problem[0]}, but got {problem[1]}")
@@ -83,8 +83,8 @@ def refuse_others(name: str, parameter: Tensor, held: Tensor | None) -> None:
 def put(destination: Destination, gradient: Tensor) -> None:
     """Add a gradient to its destination, in float32 and rounded once.
 
-    A destination that holds nothing to add to is new, float32 and zero. It may be part of another tensor: then `add_`
-    and `copy_` leave it there, while `paddle.assign` gives it memory of its own on some devices.
+    If the destination does not add, it is new, float32 and zero. It may be a view of another tensor: `add_` and `copy_`
+    write through the view, while `paddle.assign` reallocates it on some devices.
     """
     into = destination.tensor
     with paddle.no_grad():
@@ -96,7 +96,7 @@ def put(destination: Destination, gradient: Tensor) -> None:
 
 
 class _Accumulated(PyLayer):
-    """A copy of a parameter, since Paddle takes none that shares memory with a leaf; its gradient is put in place."""
+    """A node that returns a copy of a parameter and accumulates its gradient; Paddle rejects aliases of a leaf."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, *, guard: OneShotGuard) -> Tensor:
@@ -114,16 +114,16 @@ class _Accumulated(PyLayer):
 
 
 def accumulated(parameter: Tensor) -> Tensor:
-    """A parameter for operators that know nothing of accumulation."""
+    """Return a parameter whose gradient is accumulated, for operators without support for accumulation."""
     if parameter.stop_gradient or not paddle.is_grad_enabled():
         return parameter
     return applied_once(_Accumulated, parameter, where=_WHERE)[0]
 
 
 class _AccumulatedEach(PyLayer):
-    """The matrices of a parameter, which share its memory; the gradient of each is put in place alone.
+    """A node that returns the matrices of a parameter as views and accumulates the gradient of each separately.
 
-    So neither the parameter is copied nor is a gradient of its size made.
+    This avoids a copy of the parameter and a gradient of its size.
     """
 
     @staticmethod
@@ -143,7 +143,7 @@ class _AccumulatedEach(PyLayer):
 
 
 def accumulated_each(parameter: Tensor) -> Tensor | list[Tensor]:
-    """As `accumulated`, the matrices of a parameter as a list, for operators that take lists."""
+    """As `accumulated`, with the matrices of a parameter as a list, for operators that accept lists."""
     if parameter.stop_gradient or not paddle.is_grad_enabled():
         return parameter
     return list(applied_once(_AccumulatedEach, parameter, where=_WHERE))

@@ -12,7 +12,7 @@ import paddle
 from numpy.typing import NDArray
 from paddle import Tensor
 
-# Paddle hands these out, and takes them, as integers of the same width.
+# Paddle converts these to and from NumPy as integers of the same width.
 _NARROW = {
     paddle.bfloat16: (np.uint16, ml_dtypes.bfloat16),
     paddle.float8_e4m3fn: (np.int8, ml_dtypes.float8_e4m3fn),

@@ -1,13 +1,17 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Autograd nodes for kernels that have no gradients of their own: one PyLayer, whatever the operator.
+"""Autograd nodes for kernels without gradients of their own: one PyLayer for all operators.
 
-What Paddle does for compiled operators is done here for the others. A gradient of the wrong shape raises, and so do a
-tensor that was changed in place and a second backward pass where none is possible. Linear operators have gradients of
-every order; the others refuse a second one.
+The nodes repeat the checks that Paddle runs for compiled operators. These raise an error:
 
-One-shot guard: Paddle 3.3 lets backward() use a PyLayer once. Its context is freed by the first backward(), whatever
-``retain_graph`` says, and the next one reads it: the process ends. A hook on the node's outputs runs before that.
+- a gradient of the wrong shape or dtype,
+- a saved tensor that was changed in place,
+- a second backward pass through a graph that supports one.
+
+Linear operators have gradients of every order; the others raise on a second one.
+
+One-shot guard: in Paddle 3.3 the first backward() frees a PyLayer's context, whatever ``retain_graph`` says. A second
+one reads freed memory and crashes the process. A hook on the node's outputs raises before that.
 """
 
 from __future__ import annotations
@@ -39,36 +43,36 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class _Witness:
-    """Lives as long as the context of a node, which is Paddle's own."""
+    """An object that lives as long as the context of a node, which Paddle owns."""
 
 
 class OneShotGuard:
-    """Knows whether backward() has used a node of a PyLayer."""
+    """A flag that detects whether backward() has used a PyLayer's node."""
 
     def __init__(self) -> None:
         self._witness: weakref.ref[_Witness] | None = None
 
     def watch(self, ctx: Any) -> None:
-        """Watch the node's context; for its forward function."""
+        """Watch the node's context; called by its forward function."""
         ctx.witness = _Witness()
         self._witness = weakref.ref(ctx.witness)
 
     def is_spent(self) -> bool:
-        """Whether the context is gone."""
+        """True if the context has been freed."""
         return self._witness is not None and self._witness() is None
 
 
 def applied_once(
     layer: type[PyLayer], *arguments: Any, function: str = "", where: str = "", instead: str = ""
 ) -> tuple[Tensor, ...]:
-    """The outputs of a PyLayer; a second backward() through them raises.
+    """Return the outputs of a PyLayer; a second backward() through them raises.
 
     Args:
-        layer: what to apply. Its forward function takes a `OneShotGuard` as ``guard``, and lets it watch the context.
-        *arguments: the others that it takes.
-        function: the name that begins the error text, if there is one.
-        where: under which circumstances the graph can be used once, for the text.
-        instead: what to do instead, for its end.
+        layer: the PyLayer. Its forward function accepts a `OneShotGuard` as ``guard`` and calls its `watch`.
+        *arguments: its other arguments.
+        function: the name that begins the error text, if any.
+        where: the condition under which the graph can be used only once, for the error text.
+        instead: the alternative, for the end of the error text.
     """
     guard, begin = OneShotGuard(), f"{function}: " if function else ""
     made = layer.apply(*arguments, guard=guard)
@@ -88,15 +92,15 @@ def applied_once(
 
 
 class Call:
-    """One call of an operator: what it gave, and what its backward pass needs.
+    """A call of an operator: its inputs, and the state for its backward pass.
 
     Attributes:
         function: the name that begins an error text.
-        kernels: what runs it, forward and backward; None for calls of no backend.
-        wanted: for each differentiable input given, whether it wants a gradient. A tensor that was
-            kept for the backward pass no longer tells.
-        added: numbers of the inputs given whose gradient the call itself puts where it belongs.
-        saved: large tensors for the backward pass. Paddle keeps them, so that `recompute` can make them anew.
+        kernels: the kernels of both passes; None for calls of no backend.
+        wanted: whether each given differentiable input requires a gradient. Tensors saved for the backward pass lose
+            this flag.
+        added: indices of the given inputs whose gradients the call accumulates itself.
+        saved: large tensors for the backward pass. Paddle stores them, so that `recompute` can recompute them.
         is_node: whether the call runs as a node of the graph.
     """
 
@@ -106,11 +110,11 @@ class Call:
     is_node = False
 
     def __init__(self, kernels: Kernels | None, *inputs: Tensor | None) -> None:
-        """Begin a call.
+        """Record the kernels and the differentiable inputs.
 
         Args:
-            kernels: what runs it, or None.
-            inputs: the differentiable ones, None for those that are not given.
+            kernels: the kernels of both passes, or None.
+            inputs: the differentiable inputs, None for absent ones.
         """
         given = [tensor for tensor in inputs if tensor is not None]
         self.kernels: Any = kernels  # with the ``*_backward`` verbs
@@ -121,18 +125,18 @@ class Call:
         self._watched: list[Any] = []
 
     def watch(self, *tensors: Tensor) -> None:
-        """Have the backward pass refuse to run once one of these tensors, which it reads, was changed in place."""
+        """Let the backward pass raise if one of these tensors, which it reads, was changed in place."""
         self._watched.append(native.watch(*tensors))
 
     def save(self, *tensors: Tensor | None, unread: Tensors = ()) -> None:
         """Save tensors for the backward pass of a node, and watch those whose values it reads.
 
-        Contiguous copies replace tensors that are not contiguous, because recomputation drops strides. No one else can
-        change a copy.
+        Contiguous copies replace tensors that are not contiguous, because recomputation drops strides. The copies are
+        private, so nothing else can change them.
 
         Args:
-            *tensors: what to save; None is left out.
-            unread: those of them whose values the backward pass does not read.
+            *tensors: the tensors to save; None is skipped.
+            unread: the saved tensors whose values the backward pass does not read.
         """
         if not self.is_node:
             return
@@ -145,11 +149,11 @@ class Call:
         self.watch(*[saved for each, saved in pairs if not any(each is other for other in unread)])
 
     def run(self) -> Tensors:
-        """The outputs that have a gradient. The others are attributes of the call."""
+        """Return the differentiable outputs. The others are attributes of the call."""
         raise NotImplementedError
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
-        """The gradients of the inputs that are given, from those of the outputs; None where there is none."""
+        """Return the gradients of the given inputs from those of the outputs; None for an input without one."""
         raise NotImplementedError
 
     def forward(self) -> Tensors:
@@ -169,7 +173,7 @@ class Call:
                 f"{self.function}: a tensor that the backward pass needs was changed in place after the forward"
             )
         made = self.differentiate(*gradients)
-        # An input that wants a gradient must get one: Paddle's engine would not run what comes before it.
+        # Every input that requires a gradient needs one: otherwise Paddle's engine skips the nodes before it.
         results = [
             None
             if not want or number in self.added
@@ -180,7 +184,7 @@ class Call:
 
 
 class _Node(PyLayer):
-    """A call in the autograd graph. Its inputs are the differentiable ones, its outputs those with a gradient."""
+    """The autograd node of a `Call`; it has only the differentiable inputs and outputs."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *inputs: Tensor, guard: OneShotGuard) -> Any:
@@ -201,19 +205,19 @@ class _Node(PyLayer):
 
 
 def wants_gradient(*inputs: Tensor | None) -> bool:
-    """Whether a gradient of an input is wanted."""
+    """True if gradients are enabled and an input requires one."""
     return paddle.is_grad_enabled() and bool(native.carries_graph(*inputs))
 
 
 def connect(call: Call, *inputs: Tensor | None) -> Tensors:
-    """Run a call as a node of the graph, or without one where no input wants a gradient.
+    """Run a call as a node of the graph, or without a node if no input requires a gradient.
 
     Args:
-        call: what to run.
-        inputs: its differentiable inputs, None for those that are not given.
+        call: the call.
+        inputs: its differentiable inputs, None for absent ones.
 
     Returns:
-        its outputs that have a gradient.
+        its differentiable outputs.
     """
     given = [tensor for tensor in inputs if tensor is not None]
     if not wants_gradient(*given):
@@ -227,7 +231,7 @@ def connect(call: Call, *inputs: Tensor | None) -> Tensors:
 
 
 class _Linear(Call):
-    """A linear map. The gradient goes back through its transpose, which is linear too."""
+    """A call of a linear map. Its gradient is the transposed map, which is linear too."""
 
     def __init__(
         self,
@@ -259,15 +263,15 @@ def linear(
     back: Callable[[Any], Tensor],
     *read: Tensor,
 ) -> Tensor:
-    """``there(value)`` of a linear map, with gradients of every order.
+    """Return ``there(value)`` of a linear map, with gradients of every order.
 
     Args:
         function: the name that begins an error text.
-        kernels: what runs both maps, or None.
-        value: what to map.
+        kernels: the kernels of both maps, or None.
+        value: the input.
         there: the map.
         back: the transposed map.
-        read: the tensors that the two read. Once one was changed in place, the backward pass refuses to run.
+        read: the tensors that both maps read. If one was changed in place, the backward pass raises.
     """
     if not wants_gradient(value):
         return there(value)
@@ -275,7 +279,7 @@ def linear(
 
 
 class _FirstOrderOnly(Call):
-    """Gradients that cannot be differentiated again, as outputs of a node that says so."""
+    """A node whose outputs are gradients; its backward pass raises, because it has no second-order gradients."""
 
     def __init__(self, call: Call, gradients: Tensors, *inputs: Tensor | None) -> None:
         super().__init__(call.kernels, *inputs)
@@ -289,12 +293,12 @@ class _FirstOrderOnly(Call):
 
 
 def first_order_only(call: Call, made: Gradients, *inputs: Tensor | None) -> Gradients:
-    """Gradients of an operator that is not linear: they depend on the inputs, but to differentiate them raises.
+    """Return the gradients of a nonlinear operator, connected to the inputs; differentiating them raises.
 
     Args:
-        call: the operator's.
-        made: its gradients, new tensors, None where there is none.
-        inputs: tensors that they were made of.
+        call: the call of the operator.
+        made: its gradients, new tensors, None for inputs without one.
+        inputs: the tensors from which the gradients were computed.
     """
     given = [gradient for gradient in made if gradient is not None]
     if not given or not wants_gradient(*inputs):

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a backend is: the verbs it offers and the arguments they take."""
+"""The interface of a backend: its verbs and their arguments."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from paddle import Tensor
 from .._graphs import constant
 
 Tensors = tuple[Tensor, ...]
-Matrices: TypeAlias = Tensor | Sequence[Tensor]  # those of all experts: one tensor, or a list
+Matrices: TypeAlias = Tensor | Sequence[Tensor]  # matrices of all experts: one stacked tensor, or a list
 
-FLOAT8 = frozenset((paddle.float8_e4m3fn, paddle.float8_e5m2))  # comparing dtypes takes longer than a hash
+FLOAT8 = frozenset((paddle.float8_e4m3fn, paddle.float8_e5m2))  # a hash is faster than comparing dtypes
 
 OPERATORS = (
     "route",
@@ -36,27 +36,27 @@ OPERATORS = (
 
 
 def constant_if_float8(tensor: Tensor) -> Tensor:
-    """The tensor, without a gradient if it has float8 rows: Paddle would cast their gradient to float8."""
+    """Return the tensor, without a gradient if it is float8: Paddle would cast that gradient to float8."""
     return constant(tensor) if not tensor.stop_gradient and tensor.dtype in FLOAT8 else tensor
 
 
 class Validation(enum.IntEnum):
-    """How much of the data is looked at; the higher levels include the lower ones."""
+    """The level of data checks; a higher level includes the lower ones."""
 
     OFF = 0  # bad ids and map entries count as -1, NaN is copied, overflow is counted
     DATA = 1  # ids, duplicates, NaN and maps raise
     ALL = 2  # dropped slots raise too
 
     def as_argument(self) -> bool | None:
-        """The value of a public ``validate`` argument that means this level on the CPU."""
+        """Return the public ``validate`` argument that selects this level on the CPU."""
         return {Validation.OFF: False, Validation.DATA: None, Validation.ALL: True}[self]
 
 
 class RouteSpec(NamedTuple):
-    """Everything about a routing that is not a tensor."""
+    """The arguments of `Verbs.route` that are not tensors."""
 
     num_experts: int
-    topk: int  # slots per token of a mask; -1 for ids, whose columns say it
+    topk: int  # slots per token of a mask; -1 for ids, which have one column per slot
     padding_alignment: int
     counts: tuple[int, ...] | None  # rows per expert as host integers; None: counted, or in a tensor
     buffer_size: int  # rows of a static buffer, -1 without
@@ -65,7 +65,7 @@ class RouteSpec(NamedTuple):
 
 
 class MoePermuteSpec(NamedTuple):
-    """Everything about a moe_permute call that is not a tensor."""
+    """The arguments of `Verbs.moe_permute` that are not tensors."""
 
     route: RouteSpec
     do_gather: bool
@@ -74,7 +74,7 @@ class MoePermuteSpec(NamedTuple):
 
 
 class MoeUnpermuteSpec(NamedTuple):
-    """Everything about a moe_unpermute call that is not a tensor."""
+    """The arguments of `Verbs.moe_unpermute` that are not tensors."""
 
     num_experts: int
     weighted: bool
@@ -83,12 +83,12 @@ class MoeUnpermuteSpec(NamedTuple):
 
 
 class RowmapSpec(NamedTuple):
-    """How a map of rows is to be read."""
+    """The format and the checks of a row map."""
 
-    is_row_id_map: bool  # [T, 2E + 1] of TransformerEngine, else [T, E] rows
+    is_row_id_map: bool  # TransformerEngine's [T, 2E + 1], otherwise [T, E] rows
     num_rows: int  # N; -1: in a tensor
-    check_range: bool  # rows outside [-1, N) raise, else they count as -1
-    check_repeats: bool  # repeated rows raise, else the first entry gets the row
+    check_range: bool  # rows outside [-1, N) raise, otherwise they count as -1
+    check_repeats: bool  # repeated rows raise, otherwise the first entry owns the row
 
 
 class Maps(NamedTuple):
@@ -100,7 +100,7 @@ class Maps(NamedTuple):
 
 
 class RowMaps(NamedTuple):
-    """The maps of a plan that moving needs, read from a map of rows; slot e of a token is its expert e.
+    """The maps of a plan that permuting needs, read from a row map; slot e of a token is its expert e.
 
     slot_to_row and token_rows are [T, E], the others [N]; all int32, -1 = none.
     """
@@ -116,7 +116,7 @@ class RowMaps(NamedTuple):
 
 
 class QuantizeSpec(NamedTuple):
-    """How rows become float8."""
+    """The parameters of the quantisation of rows to float8."""
 
     ue8m0: bool
     scale_layout: str  # "row" or "col"
@@ -124,7 +124,7 @@ class QuantizeSpec(NamedTuple):
 
 
 class TopkSpec(NamedTuple):
-    """Everything about a calculate_topk call that is not a tensor."""
+    """The arguments of `Verbs.calculate_topk` that are not tensors."""
 
     top_k: int
     use_sigmoid: bool
@@ -138,87 +138,87 @@ class TopkSpec(NamedTuple):
 
 
 class GemmSpec(NamedTuple):
-    """Everything about a grouped product that has no gradient."""
+    """The arguments of a grouped GEMM that have no gradient."""
 
     m_sizes: list[int] | Tensor  # [E]
-    expert_offsets: list[int] | Tensor | None  # [E + 1]; None: the groups follow each other
+    expert_offsets: list[int] | Tensor | None  # [E + 1]; None: the groups are adjacent
     transpose: bool
-    plan: Any  # says whose rows are multiplied, where tokens are given, or None
-    validation: Validation  # whether sizes and offsets that are tensors are looked at, for backends that need not
+    plan: Any  # maps rows to tokens if the operand contains tokens, otherwise None
+    validation: Validation  # whether to check sizes and offsets that are tensors, for backends that need not
 
 
 class MlpSpec(NamedTuple):
-    """Everything about a layer of experts that has no gradient."""
+    """The arguments of a layer of experts that have no gradient."""
 
-    plan: Any  # where the rows of tokens are
+    plan: Any  # maps tokens to rows
     weights_by_slot: bool  # whether the weights are [T, K] of the slots, not [M] of the rows
     transpose: bool
-    keeps_hidden: bool  # whether the first product is kept for the backward pass
+    keeps_hidden: bool  # whether the output of the first GEMM is saved for the backward pass
     workspace: int  # bytes
-    accumulates: bool  # whether gradients of the matrices go where `accumulation` says it
+    accumulates: bool  # whether gradients of the matrices go to an `accumulation.Destination`
     validation: Validation  # as in GemmSpec
-    compute: str | None = None  # "fp8_1x128": products take float8 operands
+    compute: str | None = None  # "fp8_1x128": GEMMs with float8 operands
     quantized: Any = (
-        None  # for kernels, what `quantize_experts` made; for a backend, the `Float8Matrices` it is kept in
+        None  # for kernels, the result of `quantize_experts`; for a backend, the `Float8Matrices` that contains it
     )
-    hidden_in_float8: bool = False  # with compute, whether what is kept of the first product is codes and scales
+    hidden_in_float8: bool = False  # with compute, whether the first GEMM's output is saved as codes and scales
 
 
 class Verbs(Protocol):
-    """One implementation of the operators over Paddle tensors, whose arguments are checked already.
+    """An implementation of the operators over Paddle tensors; callers have checked the arguments.
 
     `route` returns the ten tensors of a Plan in its order, `row_probs` with 0 elements without probabilities.
-    A plan that a verb takes may be `RowMaps`.
+    The argument ``plan`` of a verb may be `RowMaps`.
     `moe_permute` returns hidden_states_unzipped, zipped_expertwise_rowmap, token_prob_unzipped, scale_unzipped,
-    expert_indices, overflow, slot_to_row and token_rows; outputs that were not asked for have 0 elements.
+    expert_indices, overflow, slot_to_row and token_rows; unrequested outputs have 0 elements.
     """
 
     @property
     def name(self) -> str:
-        """What `use_backend` takes."""
+        """The name of the backend, as `use_backend` accepts it."""
 
     @property
     def operators(self) -> frozenset[str] | None:
-        """Those of `OPERATORS` that it has. None: all."""
+        """The subset of `OPERATORS` that it implements. None: all."""
 
     @property
     def dtypes(self) -> Mapping[str, Sequence[Any]]:
-        """Dtypes of the first tensor, for operators that it has for these dtypes only."""
+        """Supported dtypes of the first tensor, for operators limited to some dtypes."""
 
     def unavailable(self) -> str | None:
-        """Why the backend cannot run here, or None when it can."""
+        """Return the reason why the backend cannot run on this machine, or None if it can."""
 
     def cannot_run_on(self, tensor: Tensor) -> str | None:
-        """Why the backend cannot run on this tensor's device or graph value though it runs here, or None if it can."""
+        """Return the reason why an available backend cannot run on this tensor or graph value, or None if it can."""
 
     def calculate_topk(self, gating: Tensor, correction_bias: Tensor | None, spec: TopkSpec) -> Tensors:
-        """Weights, ids and scores; the latter have 0 elements where they are not wanted."""
+        """Return weights, ids and scores; unrequested scores have 0 elements."""
 
     def route(self, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec) -> Tensors:
-        """Make the maps of a plan."""
+        """Return the maps of a plan."""
 
     def permute(self, x: Tensor, scale: Tensor | None, plan: Any, fill_padding: str) -> Tensors:
-        """Rows and scales in expert order; scales have 0 elements without a scale."""
+        """Return rows and scales in expert order; scales have 0 elements without a scale."""
 
     def unpermute(self, rows: Tensor, probs: Tensor | None, plan: Any) -> Tensor:
-        """The sum of each token's rows."""
+        """Return the sum of each token's rows."""
 
     def unpermute_backward(
         self, d_out: Tensor, rows: Tensor | None, probs: Tensor | None, plan: Any, wanted: tuple[bool, ...]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of `unpermute`: of the rows, and of the probabilities if there are any. They have none.
+        """Return the gradients of the rows and of the probabilities, if any; these are not differentiable again.
 
-        The compiled backend has it for the weighted sum only, for those who write their backward passes themselves.
+        The compiled backend implements only the weighted sum, for callers with their own backward passes.
         """
 
     def quantize_1x128(self, x: Tensor, spec: QuantizeSpec) -> Tensors:
-        """Codes and scales of rows."""
+        """Return the codes and scales of rows."""
 
     def permute_quantized(self, x: Tensor, plan: Any, fill_padding: str, spec: QuantizeSpec) -> Tensors:
-        """Codes and scales in expert order."""
+        """Return codes and scales in expert order."""
 
     def dequantize_1x128(self, codes: Tensor, scales: Tensor, scale_layout: str, dtype: Any) -> Tensor:
-        """Rows of codes and scales in a dtype."""
+        """Return the rows of codes and scales in ``dtype``."""
 
     def moe_permute(
         self,
@@ -234,34 +234,34 @@ class Verbs(Protocol):
     def moe_unpermute(
         self, rows: Tensor, rowmap: Tensor, routemap: Tensor, probs: Tensor, spec: MoeUnpermuteSpec
     ) -> Tensors:
-        """The sum of each token's rows, and the probabilities per slot."""
+        """Return the sum of each token's rows, and the probabilities per slot."""
 
     def sort_chunks(
         self, x: Tensor, probs: Tensor | None, split_sizes: Tensor, order: Tensor, validation: Validation
     ) -> Tensors:
-        """Rows, probabilities (0 elements without) and source_to_dest of chunks in another order."""
+        """Return reordered rows and probabilities (0 elements without), and source_to_dest."""
 
     def chunk_sort_map(self, split_sizes: Tensor, order: Tensor, num_rows: int, validation: Validation) -> Tensor:
-        """source_to_dest alone; num_rows -1: the sum of the sizes."""
+        """Return source_to_dest alone; num_rows -1: the sum of the sizes."""
 
     def make_row_id_map(
         self, token_rows: Tensor, row_to_expert: Tensor, pad_offsets: Tensor | None, num_experts: int
     ) -> Tensor:
-        """TransformerEngine's row_id_map [T, 2E + 1] of a plan."""
+        """Return TransformerEngine's row_id_map [T, 2E + 1] of a plan."""
 
     def read_rowmap(
         self, rowmap: Tensor, pad_offsets: Tensor | None, num_rows: Tensor | None, spec: RowmapSpec
     ) -> RowMaps:
-        """The maps that a map of rows stands for."""
+        """Return the maps that a row map encodes."""
 
     def slots_to_rows(self, slot_values: Tensor, maps: Any) -> Tensor:
-        """The float32 value [T, K] of the slot that each row [N] belongs to, 0 without one."""
+        """Gather float32 values [T, K] of slots to their rows [N]; rows without a slot are 0."""
 
     def rows_to_slots(self, row_values: Tensor, maps: Any) -> Tensor:
-        """The float32 value [N] of each slot's row, 0 without one."""
+        """Gather float32 values [N] of rows to their slots [T, K]; slots without a row are 0."""
 
     def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | None, spec: GemmSpec) -> Tensor:
-        """Each expert's matrix times its own rows, plus its bias, times the weights; of tokens with a plan."""
+        """Return each expert's rows times its matrix, plus bias, times the weights; with a plan, ``x`` has tokens."""
 
     def explain_moe_mlp(
         self,
@@ -272,42 +272,42 @@ class Verbs(Protocol):
         spec: MlpSpec,
         wanted: tuple[bool, bool, bool, bool],
     ) -> list[str]:
-        """Lines on what `moe_mlp` would run for these gradients, without running it; of what has that verb."""
+        """Dry run of `moe_mlp`: lines on the kernels for these gradients; only in backends with that verb."""
 
 
 class Backend(Verbs, Protocol):
-    """Verbs whose results have the gradients that the public functions promise; float8 rows have none."""
+    """A set of verbs whose results have the documented gradients; float8 rows have none."""
 
     @property
     def gathers_rows(self) -> bool:
-        """Whether grouped_gemm takes a plan and tokens."""
+        """True if `grouped_gemm` accepts a plan and tokens."""
 
     @property
     def takes_lists(self) -> bool:
-        """Whether grouped_gemm runs on the matrices of a list as they are. Others need one tensor, which they make."""
+        """True if `grouped_gemm` runs on a list of matrices directly. Otherwise it stacks them first."""
 
     def why_composed(self, x: Tensor, gate_up: Matrices, down: Matrices, spec: MlpSpec) -> str | None:
-        """Why `moe_mlp` does not take these operands and this spec, or None if it does."""
+        """Return the reason why `moe_mlp` rejects these operands and this spec, or None if it accepts them."""
 
     def grouped_gemm(
         self, x: Tensor, w: Matrices, weights: Tensor | None, bias: Matrices | None, spec: GemmSpec
     ) -> Tensor:
-        """As `Verbs.grouped_gemm`, with lists: of matrices, and of biases unless it `takes_lists`."""
+        """As `Verbs.grouped_gemm`, with lists of matrices, and of biases unless it `takes_lists`."""
 
     def moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec) -> Tensor:
-        """The sums of what the experts of each token make of it; the spec says what the weights are by."""
+        """Return each token's weighted sum of expert outputs; weights are per slot or per row, as in the spec."""
 
 
 class Kernels(Verbs, Protocol):
-    """Verbs without gradients, and those that make them; `gradients.WithGradients` makes a `Backend` of it.
+    """A set of verbs without gradients, and their backward verbs; `gradients.WithGradients` wraps it as a `Backend`.
 
-    ``wanted`` tells which of the forward's tensor inputs want a gradient.
+    ``wanted`` flags the forward pass's tensor inputs that require a gradient.
     """
 
     def calculate_topk_backward(
         self, d_weights: Tensor, d_scores: Tensor | None, gating: Tensor, ids: Tensor, spec: TopkSpec
     ) -> Tensor:
-        """The gradient of the logits."""
+        """Return the gradient of the logits."""
 
     def route_backward(
         self,
@@ -317,10 +317,10 @@ class Kernels(Verbs, Protocol):
         row_to_expert: Tensor,
         mask_experts: int,
     ) -> Tensor:
-        """The gradient of the probabilities, [T, K], or [T, E] of a mask of so many experts; -1: of ids."""
+        """Return the gradient of the probabilities: [T, mask_experts] of a mask, or [T, K] of ids if that is -1."""
 
     def permute_backward(self, d_rows: Tensor, token_rows: Tensor) -> Tensor:
-        """The gradient of the tokens."""
+        """Return the gradient of the tokens."""
 
     def moe_unpermute_backward(
         self,
@@ -333,13 +333,13 @@ class Kernels(Verbs, Protocol):
         spec: MoeUnpermuteSpec,
         wanted: tuple[bool, ...],
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of the rows and of the probabilities."""
+        """Return the gradients of the rows and of the probabilities."""
 
     def sort_chunks_backward(self, d_out: Tensor, source_to_dest: Tensor) -> Tensor:
-        """The gradient of the rows, or of the probabilities."""
+        """Return the gradient of the rows, or of the probabilities."""
 
     def gather_slots(self, row_values: Tensor, slot_to_row: Tensor) -> Tensor:
-        """The value [N] of each slot's row, 0 without one: the gradient of the probabilities of `moe_permute`."""
+        """Gather values [N] of rows to slots, 0 without a row: the gradient of `moe_permute`'s probabilities."""
 
     def grouped_gemm_backward(
         self,
@@ -351,27 +351,27 @@ class Kernels(Verbs, Protocol):
         spec: GemmSpec,
         wanted: tuple[bool, bool, bool, bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of `grouped_gemm`: of the rows or tokens, the matrices, the weights and the bias."""
+        """Return the gradients of the rows or tokens (dgrad), the matrices (wgrad), the weights and the bias."""
 
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool
     ) -> tuple[Tensor, Tensors, Tensor | None, Tensor | None]:
-        """The sums of what the experts of each token make of it, the first product, the weights, and tables.
+        """Return each token's sum of expert outputs, the saved first GEMM's output, the weights, and tables.
 
-        The first product is what ``keeps`` and the spec say that is kept of it: nothing, itself, or its codes and
-        scales. The tables, a few numbers for each expert that the backward pass takes, may be None. The weights are by
-        row, float32 [M], or None without weights. Kernels need not have this verb, nor its gradient. Those that have
-        it say with ``overwrites_hidden`` whether the gradient overwrites what was kept of the first product.
+        The second result depends on ``keeps`` and the spec: empty, the first GEMM's output, or its codes and scales.
+        The weights are per row, float32 [M], or None without weights. The tables contain a few numbers per expert for
+        the backward pass and may be None. This verb and its gradient are optional. Kernels that implement them have an
+        attribute ``overwrites_hidden``: whether the gradient overwrites the second result.
         """
 
     def multiplies_float8(self, x: Tensor, down: Matrices, transpose: bool) -> bool:
-        """Whether `moe_mlp` can compute on float8 operands here; for kernels that have that verb."""
+        """True if `moe_mlp` can compute on float8 operands; only in kernels with that verb."""
 
     def quantize_experts(self, gate_up: Tensor, down: Tensor, transpose: bool, both: bool) -> Any:
-        """The matrices as `moe_mlp` takes them from a spec, and its gradient with ``both``; of kernels for float8."""
+        """Quantise the matrices for ``spec.quantized`` of `moe_mlp`, with ``both`` also for its gradient."""
 
     def for_both_passes(self, quantized: Any) -> Any:
-        """What `quantize_experts` makes with ``both`` of what it made, maybe without."""
+        """Extend a result of `quantize_experts` to one with ``both``; returns it unchanged if it is one."""
 
     def moe_mlp_backward(
         self,
@@ -386,8 +386,8 @@ class Kernels(Verbs, Protocol):
         wanted: tuple[bool, bool, bool, bool],
         destinations: tuple[Any, Any],
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of x, the matrices and the weights; these are by row, and ``hidden`` is overwritten.
+        """Return the gradients of x, the matrices and the weights; ``weights`` are per row, ``hidden`` is overwritten.
 
-        The gradient of the weights is by what the spec says.
-        Those of the matrices are None where they went to an `accumulation.Destination`.
+        The gradient of the weights is per slot or per row, as in the spec. A matrix whose gradient went to an
+        `accumulation.Destination` has None.
         """

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled C++ operators. They own their gradients, in dygraph and in static graphs alike."""
+"""The backend of compiled C++ operators. They have their own gradients, in dygraph and in static graphs."""
 
 from __future__ import annotations
 
@@ -34,17 +34,19 @@ from .base import (
 
 LIBRARY = _build_check.library()
 
-# The enums of csrc/include/pmo.
+# Values of the enums of csrc/include/pmo.
 _DUPLICATES = {"first": 0, "each": 1}
 _FILL = {"all": 3, "meta": 2, "none": 0}
 _CHECKS = {Validation.OFF: 0, Validation.DATA: 1 | 2 | 4, Validation.ALL: 1 | 2 | 4 | 8}
 _COUNTED, _COUNTS_IN_LIST, _COUNTS_IN_TENSOR = range(3)
 
-# Calls that the library checks itself and runs at once. It declines with None wherever the long way might have
-# something to say: an argument that is no dense tensor, PADDLE_MOE_OPS_BACKEND, shapes that do not fit. Where a tensor
-# wants a gradient it declines too, or answers True: the arguments fit, the operator may be called without checks. The
-# long way's checks and its choice of a backend take several times as long as the operator on a few tokens. Callers look
-# at `use_backend` first.
+# Fast paths: the library checks the arguments and runs the operator in one call. The slow path's checks and its choice
+# of a backend take several times as long as the operator on a few tokens. A fast path returns None, and the caller
+# falls back to the slow path, if
+# - an argument is not a dense tensor, or shapes do not fit,
+# - PADDLE_MOE_OPS_BACKEND is set,
+# - a tensor requires a gradient. Some return True instead: the arguments fit, so call the operator without checks.
+# Callers check `use_backend` first.
 QUICK = (
     "quick_permute",
     "quick_unpermute",
@@ -54,12 +56,12 @@ QUICK = (
     "quick_moe_unpermute_weighted",
 )
 
-_direct: dict[str, Callable[..., tuple[Tensor, ...]]] = {}  # without the machinery that gradients and graphs need
+_direct: dict[str, Callable[..., tuple[Tensor, ...]]] = {}  # operators without support for gradients and graphs
 
 
 @functools.cache
 def _library_problem() -> str | None:
-    """Load the library; why that is impossible, or None."""
+    """Load the library; return the reason why that fails, or None."""
     if not LIBRARY.exists():
         return f"the compiled library {LIBRARY.name} is missing; build it: {_build_check.INSTALL}"
     problem = _build_check.mismatch()
@@ -84,7 +86,7 @@ def _library_problem() -> str | None:
 
 @functools.cache
 def gpus_without_kernels() -> dict[int, str]:
-    """The GPUs of this machine that the library has no kernels for, by number, and why."""
+    """The GPUs of this machine without kernels in the library: the reason for each, by number."""
     info = _build_check.build_info()
     if info is None or not paddle.is_compiled_with_cuda():
         return {}
@@ -96,7 +98,7 @@ def gpus_without_kernels() -> dict[int, str]:
 
 
 def num_threads() -> int:
-    """How many threads the CPU operators use: the number asked for, else what cores and quotas allow."""
+    """Return the number of threads of the CPU operators: the requested one, or the limit of cores and quotas."""
     return ctypes.CDLL(str(LIBRARY)).pmo_num_threads()
 
 
@@ -106,7 +108,7 @@ def used_cpu_isa() -> str:
 
 
 def _load_direct() -> None:
-    """Make the operators known that csrc/paddle/direct.h announces: the library is a Python module too."""
+    """Load the library as a Python module and register the operators of csrc/paddle/direct.h."""
     loader = ExtensionFileLoader("_C_pd_", str(LIBRARY))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     if spec is None:
@@ -123,24 +125,24 @@ def _load_direct() -> None:
 
 
 def direct(operator: str, *arguments: Any) -> tuple[Tensor, ...]:
-    """Call an operator that is no part of a backend: `expert_parallel` has some, without gradients."""
+    """Call an operator that belongs to no backend; `expert_parallel` has some, without gradients."""
     return _direct[operator](*arguments)
 
 
 def grouped_product(
     x: Tensor, matrices: Tensor, sizes: Tensor, offsets: Tensor | None, transpose: bool, *, wide: bool = False
 ) -> Tensor:
-    """The rows of each group times its matrix, zeros in rows of none; differentiable.
+    """Grouped GEMM: each group's rows times its matrix, zeros in rows of no group; differentiable.
 
-    Groups that overlap or end after the last row are cut.
+    Groups that overlap or end after the last row are truncated.
 
     Args:
         x: float32, float16 or bfloat16 [M, D].
         matrices: [E, N, D], or [E, D, N] without ``transpose``; dtype of ``x``.
         sizes: int32 or int64 [E], the rows of each group.
-        offsets: int32 or int64 [E] or longer, the first row of each; None: the groups follow each other.
+        offsets: int32 or int64 [E] or longer, the first row of each; None: the groups are adjacent.
         transpose: whether the matrices are stored transposed.
-        wide: whether the product is float32, for those who go on with it. On a CPU it is not rounded then.
+        wide: whether the result is float32, for callers that process it further. On a CPU it is then not rounded.
     """
     wanted = not x.stop_gradient, not matrices.stop_gradient
     given = (sizes, True) if offsets is None else (offsets, False)
@@ -158,17 +160,17 @@ def moe_mlp(
     keeps_hidden: bool,
     float8: bool = False,
 ) -> Tensor:
-    """The sums of what the SwiGLU experts of each token make of it, weighted; differentiable, once.
+    """Return each token's weighted sum of the outputs of its SwiGLU experts; differentiable once.
 
     Args:
         x: float32, float16 or bfloat16 [T, d].
         gate_up: [E, d, 2n], or [E, 2n, d] with ``transpose``; dtype of ``x``.
         down: [E, n, d], or [E, d, n].
-        weights: float32 [N], by row.
-        plan: where the rows of tokens are.
+        weights: float32 [N], per row.
+        plan: the map of tokens to rows.
         transpose: whether the matrices are stored transposed.
-        keeps_hidden: whether the first product is kept where a gradient is wanted, or made again.
-        float8: whether operands are multiplied in float8, or quantised values in float32 where nothing can do that.
+        keeps_hidden: whether the first GEMM's output is saved for the backward pass; otherwise it is recomputed.
+        float8: whether GEMMs have float8 operands. Without hardware support, quantised values are multiplied in float32.
     """
     operands = x, gate_up, down, weights
     wanted = [not each.stop_gradient for each in operands]
@@ -184,7 +186,7 @@ def _declines(*_: Any) -> Any:
 
 
 def _needs_paddle(arguments: Sequence[Any], grad_enabled: bool) -> bool:
-    """Whether an argument is a value of a graph, or a tensor whose gradient is wanted."""
+    """True if an argument is a value of a graph, or a tensor that requires a gradient."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             if grad_enabled and not argument.stop_gradient:
@@ -195,17 +197,17 @@ def _needs_paddle(arguments: Sequence[Any], grad_enabled: bool) -> bool:
 
 
 def _run(operator: str, *arguments: Any) -> Sequence[Tensor]:
-    """Call an operator, directly where no gradient is wanted."""
+    """Call an operator, directly if no gradient is required."""
     grad_enabled = paddle.is_grad_enabled()
     if not _needs_paddle(arguments, grad_enabled):
         return _direct[operator](*arguments)
-    if not grad_enabled:  # which custom operators do not look at
+    if not grad_enabled:  # custom operators ignore this mode
         arguments = tuple(argument.detach() if isinstance(argument, Tensor) else argument for argument in arguments)
     return paddle._C_ops._run_custom_op(f"pmo_{operator}", *arguments)
 
 
 def _stop_gradients(*tensors: Tensor) -> None:
-    """Integer outputs come back as if they could have gradients, where another output has one."""
+    """Mark outputs as constants: Paddle marks all outputs differentiable if one of them is."""
     for tensor in tensors:
         tensor.stop_gradient = True
 
@@ -217,7 +219,7 @@ def _counts_source(spec: RouteSpec, counts: Tensor | None) -> int:
 
 
 def _scale_attributes(scale: Tensor | None) -> tuple[bool, int, int]:
-    """What the operator must know of a scale that Paddle drops on the way because it has no elements."""
+    """Presence, columns and dtype of a scale: Paddle drops a scale without elements from the inputs."""
     if scale is None:
         return False, -1, paddle.float32.value
     return True, scale.shape[1], scale.dtype.value
@@ -228,7 +230,7 @@ def _quantize_attributes(spec: QuantizeSpec) -> tuple[bool, bool, float]:
 
 
 class CompiledBackend:
-    """Calls the operators of the compiled library."""
+    """The backend that calls the operators of the compiled library."""
 
     name = "compiled"
     gathers_rows = False
@@ -237,7 +239,7 @@ class CompiledBackend:
     dtypes: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:
-        # Until the library is there; see csrc/paddle/direct.h.
+        # Placeholders until the library is loaded; see csrc/paddle/direct.h.
         self.quick_permute = self.quick_unpermute = self.quick_unpermute_weighted = _declines
         self.quick_moe_permute = self.quick_moe_unpermute = self.quick_moe_unpermute_weighted = _declines
 
@@ -247,7 +249,7 @@ class CompiledBackend:
     def cannot_run_on(self, tensor: Tensor) -> str | None:
         without = gpus_without_kernels()
         if not without or not isinstance(tensor, Tensor) or not tensor.place.is_gpu_place():
-            return None  # the operators themselves say which other places they know
+            return None  # the operators themselves check other places
         return without.get(tensor.place.gpu_device_id())
 
     def calculate_topk(self, gating: Tensor, correction_bias: Tensor | None, spec: TopkSpec) -> Tensors:
@@ -361,7 +363,7 @@ class CompiledBackend:
         _stop_gradients(outputs[1], *outputs[3:])
         if hidden_states.dtype in FLOAT8:
             _stop_gradients(outputs[0])
-        return tuple(outputs[:8])  # the last one is for the gradient alone
+        return tuple(outputs[:8])  # the last one serves only the gradient
 
     def _moe_permute_float8_graph(
         self,
@@ -372,12 +374,11 @@ class CompiledBackend:
         counts: Tensor | None,
         spec: MoePermuteSpec,
     ) -> Tensors:
-        """moe_permute from operators none of which has both a float8 result and a differentiable one.
+        """moe_permute by operators of which none has both a float8 and a differentiable result.
 
-        A graph's backward pass makes zeros like every result of an operator that has no gradient, and Paddle has no
-        float8 zeros.
+        A graph's backward pass creates zeros for every result without a gradient, and Paddle has no float8 zeros.
         """
-        stand_in = routemap[:, :1].astype("float32")  # rows that do not move
+        stand_in = routemap[:, :1].astype("float32")  # rows that are not permuted
         outputs = list(self.moe_permute(stand_in, None, routemap, probs, counts, spec._replace(do_gather=False)))
         if spec.do_gather:
             slot_to_row, token_rows, row_to_token, *_ = self.route(routemap, None, counts, spec.route)

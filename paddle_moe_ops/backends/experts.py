@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""GEMMs and layers of experts as autograd nodes, and float8 matrices that are kept from one call to the next."""
+"""GEMMs and layers of experts as autograd nodes, and a cache of float8 matrices."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ __all__ = [
 
 
 class Float8Matrices:
-    """What `moe_mlp` keeps of a layer's matrices in float8, so that calls with the same matrices quantise them once.
+    """A cache of a layer's matrices in float8: `moe_mlp` calls with the same matrices quantise them once.
 
-    The first call with an empty one quantises both matrices and keeps them, in the forms that its passes take: 2 bytes
-    for each element, 1 where no gradient is wanted, or 4 where they are multiplied in float32. If a later call wants a
-    gradient, the codes of the forward pass are turned for it. Later calls, and their backward passes, take what is
-    kept, whatever the matrices hold by then. So call `clear` after each step of the optimizer, and after anything else
-    that changes the matrices::
+    The first call with an empty cache quantises both matrices and stores them in the forms that its passes read. They
+    occupy 2 bytes per element, 1 if no gradient is required, or 4 if they are multiplied in float32. If a later call
+    requires a gradient, it transposes the codes of the forward pass. Later calls and their backward passes read the
+    cache, even if the matrices have changed. So call `clear` after each step of the optimizer, and after any other
+    change of the matrices::
 
         kept = Float8Matrices()
         for step in range(steps):
@@ -55,17 +55,17 @@ class Float8Matrices:
             optimizer.clear_grad()
             kept.clear()
 
-    Each layer needs one of its own, and matrices that stay in the same memory: parameters, not tensors that are cast or
-    stacked for each call. Other matrices are refused until `clear`. A backward pass takes the matrices of its forward
-    pass, also if they have changed or this was cleared in between. Results have the bits of calls that quantise anew. A
-    copy of one, and one that was pickled, is empty.
+    Each layer needs its own cache, and matrices that stay in the same memory: parameters, not tensors that are cast or
+    stacked for each call. Calls with other matrices raise until `clear`. A backward pass reads the matrices of its
+    forward pass, even if they have changed or the cache was cleared in between. Results are bitwise equal to those of
+    calls without a cache. A copied or unpickled cache is empty.
 
     Attributes:
         is_empty: whether the next call quantises its matrices.
     """
 
     def __init__(self) -> None:
-        self._of: Any = None  # aliases of what was given, so that nothing else gets its memory, and facts about it
+        self._of: Any = None  # aliases of the matrices, which keep their memory allocated, and facts about them
         self._made: Any = None
         self._is_default = False
 
@@ -74,7 +74,7 @@ class Float8Matrices:
         return self._made is None
 
     def clear(self) -> None:
-        """Forget what is kept; its memory is free when no backward pass needs it."""
+        """Empty the cache; its memory is freed when no backward pass needs it."""
         self._of = self._made = None
 
     def __repr__(self) -> str:
@@ -85,35 +85,35 @@ class Float8Matrices:
 
 
 def make_default(kept: Float8Matrices) -> None:
-    """Have the layer that has it use it from the next call on, which quantises; see `nn.set_is_first_microbatch`."""
+    """Clear a layer's cache and use it by default from the next call on; see `nn.set_is_first_microbatch`."""
     kept.clear()
     kept._is_default = True
 
 
 def is_default(kept: Float8Matrices | None) -> bool:
-    """Whether calls that do not say otherwise use what is kept."""
+    """True if calls use the cache by default."""
     return kept is not None and kept._is_default
 
 
 def holds_others(kept: Float8Matrices, gate_up: Matrices, down: Matrices, transpose: bool) -> bool:
-    """Whether what is kept was made of other matrices; if nothing is kept, these are noted for `made_by`."""
+    """True if the cache contains other matrices. If it is empty, it records these for `made_by`."""
     casts_to = paddle.amp.get_autocast_dtype() if paddle.amp.is_autocast_enabled() else None
     facts = transpose, casts_to, _facts_of(gate_up), _facts_of(down)
     if kept._made is None:
-        # A parameter may be moved to other memory, so to keep the parameter itself would not do.
+        # Aliases, because a parameter may move to other memory.
         kept._of = [alias_of(matrix) for matrix in (*_listed(gate_up), *_listed(down))], facts
     return facts != kept._of[1]
 
 
 def made_by(kept: Float8Matrices, name: str, make: Callable[[], Any]) -> Any:
-    """What is kept, which ``make`` makes if there is nothing, or nothing of the backend of this name."""
+    """Return the cached matrices of the backend ``name``; if there are none, ``make`` computes them first."""
     if kept._made is None or kept._made[0] != name:
         kept._made = name, make()
     return kept._made[1]
 
 
 def replaced_by(kept: Float8Matrices, before: Any, made: Any) -> Any:
-    """Keep this instead of what `made_by` gave before, unless another thread has cleared that meanwhile."""
+    """Replace the result ``before`` of `made_by` by ``made``, unless another thread has cleared the cache."""
     found = kept._made
     if made is not before and found is not None and found[1] is before:
         kept._made = found[0], made
@@ -121,7 +121,7 @@ def replaced_by(kept: Float8Matrices, before: Any, made: Any) -> Any:
 
 
 def _facts_of(matrices: Matrices) -> list[tuple]:
-    """What tells matrices from others, short of their values."""
+    """The address, dtype, shape and strides of each matrix, which identify it."""
     return [(matrix.data_ptr(), matrix.dtype, *matrix.shape, *matrix.strides) for matrix in _listed(matrices)]
 
 
@@ -163,7 +163,7 @@ class _QuantizedExperts(Call):
 
 
 def _contiguous(operands: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """Operands of which kernels and `Call.save` need one copy, not one each."""
+    """Contiguous operands, so that kernels and `Call.save` share one copy."""
     return tuple([each if each is None or each.is_contiguous() else dense(each) for each in operands])
 
 
@@ -245,12 +245,12 @@ class MoeMlp(Call):
 
 
 def connect_experts(backend: Backend, x: Tensor, tensors: Tensors, *others: Any) -> Tensor:
-    """What experts make of quantised rows, differentiable in x and the tensors: one node, whichever backend runs it.
+    """Return expert outputs of quantised rows, differentiable in x and the tensors: one node for all backends.
 
     Args:
-        backend: what quantises, permutes and adds rows up.
+        backend: the backend that quantises, permutes and unpermutes rows.
         x: tokens [T, H].
-        tensors: what the experts take besides the rows.
+        tensors: the arguments of the experts besides the rows.
         others: plan, spec, expert_fn and expert_vjp.
     """
     return connect(_QuantizedExperts(backend, x, tensors, *others), x, *tensors)[0]
@@ -259,9 +259,9 @@ def connect_experts(backend: Backend, x: Tensor, tensors: Tensors, *others: Any)
 def connected_mlp(
     kernels: Any, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec
 ) -> Tensor:
-    """`Backend.moe_mlp` by kernels that have it and its gradient."""
+    """`Backend.moe_mlp` by kernels that implement it and its gradient."""
     given = gate_up, down
-    gate_up, down = [  # to ask an abstract class, as Sequence is one, takes long
+    gate_up, down = [  # isinstance of an abstract class such as Sequence is slow
         each if isinstance(each, Tensor) else stack_or_view(each, "moe_mlp", accumulates=spec.accumulates)
         for each in given
     ]

@@ -1,9 +1,9 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients for kernels that have none of their own: what makes a backend of them.
+"""Gradients for kernels without their own: `WithGradients` wraps such kernels as a backend.
 
-Each operator runs as a `Call` of `autograd`, which keeps the kernels that ran forward, so that backward runs on the
-same ones. Where no one wants a gradient the kernels are called as they are.
+Each operator runs as a `Call` of `autograd`. It stores the kernels of the forward pass, and the backward pass runs on
+the same ones. If no gradient is required, the kernels are called directly.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["WithGradients"]
 
 
 def _values_of_rows(slot_values: Tensor, row_to_slot: Tensor) -> Tensor:
-    """The value of the slot that each row belongs to, 0 without one. The gradients of gradients need it, no others."""
+    """Gather values of slots to rows; rows without a slot are 0. Only second-order gradients need it."""
     if slot_values.size == 0:
         return filled(row_to_slot.shape, 0, slot_values.dtype, like=slot_values)
     values = paddle.gather(slot_values.flatten(), row_to_slot.clip(min=0))
@@ -47,9 +47,9 @@ def _values_of_rows(slot_values: Tensor, row_to_slot: Tensor) -> Tensor:
 
 
 def _rows_of_slots(slot_to_row: Tensor, num_rows: int) -> Tensor:
-    """row_to_slot [N] of slot_to_row [T, K]."""
+    """Return row_to_slot [N], the inverse of slot_to_row [T, K]."""
     rows = slot_to_row.flatten()
-    rows = paddle.where(rows >= 0, rows, paddle.full_like(rows, num_rows))  # one more row takes the slots of none
+    rows = paddle.where(rows >= 0, rows, paddle.full_like(rows, num_rows))  # an extra row collects slots without a row
     if rows.size == 0:
         return filled([num_rows], -1, "int32", like=rows)
     return paddle.scatter(filled([num_rows + 1], -1, "int32", like=rows), rows, numbers_of(rows))[:num_rows]
@@ -122,7 +122,7 @@ class _Unpermute(Call):
         self.weighted, self.plan = probs is not None, plan
 
     def run(self) -> Tensors:
-        if self.weighted:  # the plain sum needs no rows for its gradient and must not keep them alive
+        if self.weighted:  # the gradient of the plain sum needs no rows, so they must not stay alive
             self.watch(self.plan.row_to_slot)
             self.save(*self.arguments)
         out = self.kernels.unpermute(*self.arguments, self.plan)
@@ -144,7 +144,7 @@ class _Unpermute(Call):
 
 
 class _MoePermute(Call):
-    """Inputs: the hidden states, unless they are float8, and the probabilities. Outputs: their rows."""
+    """The call of moe_permute. Inputs: hidden states unless they are float8, and probabilities. Outputs: their rows."""
 
     function = "moe_permute"
 
@@ -173,7 +173,7 @@ class _MoePermute(Call):
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
         slot_to_row, token_rows = self.slot_to_row, self.token_rows
-        if not self.spec.do_gather:  # no row was moved: the sum over rows that do not exist is zero
+        if not self.spec.do_gather:  # no row was permuted, so the gradient is a sum over no rows: zero
             token_rows = paddle.full_like(token_rows, -1)
         num_rows = gradients[-1].shape[0]
 
@@ -230,7 +230,7 @@ class _MoeUnpermute(Call):
             return first_order_only(self, both(d_hidden, d_prob_topk, self.wanted), *gradients, rows, probs)
         if not paddle.is_grad_enabled():
             return both(d_hidden, d_prob_topk, self.wanted)
-        # One after the other: each is a linear map of one of the gradients that are given.
+        # Separately, because each result is a linear map of one of the given gradients.
         spec = self.spec._replace(validation=Validation.OFF)
 
         def rows_back(gradient: Tensor) -> Tensor:
@@ -254,7 +254,7 @@ class _MoeUnpermute(Call):
 
 
 class _SortChunks(Call):
-    """Inputs: the rows, unless they are float8, and the probabilities, if there are any. Outputs: both sorted."""
+    """The call of sort_chunks. Inputs: rows unless they are float8, and probabilities if given. Outputs: both sorted."""
 
     function = "sort_chunks"
 
@@ -312,7 +312,7 @@ class _CalculateTopk(Call):
 
 
 class WithGradients:
-    """A `Backend` of `Kernels`. The verbs that have no gradient are the kernels' own."""
+    """A `Backend` that wraps `Kernels`. Verbs without a gradient are those of the kernels."""
 
     gathers_rows = True
     takes_lists = False

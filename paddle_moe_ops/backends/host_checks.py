@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of data by the oracle, on copies in host memory: for backends whose kernels do not look at them."""
+"""Data checks by the oracle on copies in host memory, for backends whose kernels do not check."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .base import RouteSpec
 
 __all__ = ["MOE_PERMUTE_NAMES", "check_chunks", "host_chunk_rows", "host_route", "host_segments"]
 
-# What the arguments of route are called in moe_permute.
+# Names of the arguments of route in moe_permute.
 MOE_PERMUTE_NAMES = {
     "routing": "expert_routemap_topk",
     "probs": "expert_prob_topk",
@@ -26,10 +26,10 @@ MOE_PERMUTE_NAMES = {
 def host_route(
     function: str, routing: Tensor, probs: Tensor | None, counts: Tensor | None, spec: RouteSpec
 ) -> reference.Plan:
-    """The oracle's plan of a routing.
+    """Return the oracle's plan of a routing.
 
     Raises:
-        ValueError: the data are not what ``spec.validation`` asks for, or the counts are wrong.
+        ValueError: the data violate a check of ``spec.validation``, or the counts are wrong.
     """
     return reference.route(
         to_numpy(routing),
@@ -55,7 +55,7 @@ def _host_counts(function: str, counts: Tensor) -> list[int]:
 
 
 def check_chunks(function: str, split_sizes: Tensor, order: Tensor, num_rows: int) -> None:
-    """Look at the chunks of a buffer.
+    """Check the chunks of a buffer.
 
     Raises:
         ValueError: bad sizes or a bad order.
@@ -64,7 +64,7 @@ def check_chunks(function: str, split_sizes: Tensor, order: Tensor, num_rows: in
 
 
 def host_chunk_rows(function: str, split_sizes: Tensor) -> int:
-    """The sum of the sizes.
+    """Return the sum of the sizes.
 
     Raises:
         ValueError: a size is negative, or the sum is too large for a map.
@@ -77,7 +77,7 @@ def host_chunk_rows(function: str, split_sizes: Tensor) -> int:
 
 
 class Names(NamedTuple):
-    """What an error says of groups of rows."""
+    """The names that an error text uses for groups of rows."""
 
     function: str
     sizes: str
@@ -90,14 +90,14 @@ _OF_MLP = Names("moe_mlp", "plan.tokens_per_expert", "plan.expert_offsets", "the
 
 
 def check_plan_groups(plan: Any) -> None:
-    """Check the groups of rows of a plan that was given to `moe_mlp`."""
+    """Check the groups of rows of a plan for `moe_mlp`."""
     host_segments(plan.num_rows, plan.tokens_per_expert, plan.expert_offsets, _OF_MLP)
 
 
 def host_segments(
     num_rows: int, m_sizes: list[int] | Tensor, expert_offsets: list[int] | Tensor | None, names: Names = _OF_GEMM
 ) -> list[int]:
-    """The rows of a grouped product from its start: of no group, of group 0, of none, of group 1, ... of none.
+    """Split the rows of a grouped GEMM: numbers of rows of no group, group 0, no group, group 1, ... no group.
 
     Raises:
         ValueError: a negative number; groups that overlap or end after row ``num_rows``.
@@ -124,7 +124,7 @@ def host_segments(
 
 
 def _host_numbers(function: str, argument: str, numbers: list[int] | Tensor) -> list[int]:
-    """Those of a tensor are looked at here, those of a list have been."""
+    """Return the numbers as a list, and check those of a tensor; lists have been checked."""
     if isinstance(numbers, list):
         return numbers
     found = numbers.tolist()

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products where Triton does not run, and in graphs: by operators of the library, or by Paddle's matmul."""
+"""Grouped GEMMs in static graphs and on devices without Triton: by the library's operators or Paddle's matmul."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from . import compiled
 from .base import GemmSpec, Matrices, MlpSpec, Validation
 from .host_checks import check_plan_groups, host_segments
 
-_MOST_EXPERTS = 2**16  # that the operator takes
+_MOST_EXPERTS = 2**16  # limit of the operator
 
 
 class MatmulBackend:
-    """Rows and one tensor of matrices are an operator's; it chooses between kernels and Paddle's matmul where it runs.
+    """The backend that runs a grouped GEMM on stacked matrices as one operator, which selects kernels or a matmul.
 
-    For a list of matrices the rows are split by group here. Sizes and offsets that are tensors are brought to the host
-    then, but in a graph.
+    For a list of matrices, it splits the rows by group in Python. In dygraph it then copies sizes and offsets to the
+    host.
     """
 
     name = "paddle"
@@ -61,7 +61,7 @@ class MatmulBackend:
         segments = _segments(x, spec)
         if is_on_gpu(x):
             return _multiply(x, w, weights, bias, segments, spec.transpose)
-        # On the CPU Paddle has no matmul of narrow types, nor the gradients of what goes with it.
+        # Paddle has no matmul of 16-bit types on the CPU, and lacks gradients of the operators around it.
         with without_autocast():
             matrices = [float32(each) for each in w] if isinstance(w, Sequence) else float32(w)
             made = _multiply(float32(x), matrices, weights, float32(bias), segments, spec.transpose)
@@ -72,7 +72,7 @@ class MatmulBackend:
         if not _has_operators(x):
             return "the compiled library has no operators there"
         if spec.compute is not None:
-            # In dygraph matrices may be kept, and the gradients of a list are its own.
+            # In dygraph, calls may cache float8 matrices, and each matrix of a list has its own gradient.
             return None if in_graph else "float8 layers are the library's operator in graphs alone"
         if not in_graph and x.place.is_cpu_place():
             return "in dygraph on a CPU it runs as its parts, one by one"
@@ -104,7 +104,7 @@ class MatmulBackend:
 
 
 def _has_operators(x: Tensor) -> bool:
-    """Whether the compiled library has operators where a tensor lies, or will if it is a value of a graph."""
+    """True if the compiled library has operators on a tensor's device; for a value of a graph, on the current one."""
     if compiled.backend.unavailable() is not None:
         return False
     if is_graph_value(x):
@@ -117,7 +117,7 @@ def _has_operators(x: Tensor) -> bool:
 
 
 def _by_operator(x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | None, spec: GemmSpec) -> Tensor:
-    """The product of one tensor of matrices; bias and weights go to its rows one group after another."""
+    """Grouped GEMM with stacked matrices by the operator; bias and weights are applied group by group."""
     _check_groups(x, spec)
     sizes, offsets = (None if each is None else _on_device(each, x) for each in (spec.m_sizes, spec.expert_offsets))
     operands = (x, w) if x.dtype == w.dtype else (float32(x), float32(w))
@@ -135,7 +135,7 @@ def _knows_groups(x: Tensor, spec: GemmSpec) -> bool:
 
 
 def _check_groups(x: Tensor, spec: GemmSpec) -> None:
-    """Refuse groups that overlap or end after the last row, where their sizes can be read without waiting."""
+    """Raise for groups that overlap or end after the last row, if reading the sizes does not wait or is asked for."""
     waits = any(
         isinstance(each, Tensor) and not each.place.is_cpu_place() for each in (spec.m_sizes, spec.expert_offsets)
     )
@@ -150,9 +150,9 @@ def _on_device(numbers: list[int] | Tensor, x: Tensor) -> Tensor:
 
 
 def _segments(x: Tensor, spec: GemmSpec) -> Sequence[int | Tensor]:
-    """The rows from the start of x: of no group, of group 0, of none, of group 1, ... of none.
+    """Split the rows of x: numbers of rows of no group, group 0, no group, group 1, ... no group.
 
-    In a graph whose sizes are tensors, tensors of it.
+    If the sizes are values of a graph, so are these numbers.
     """
     if _knows_groups(x, spec):
         return host_segments(x.shape[0], spec.m_sizes, spec.expert_offsets)
@@ -163,7 +163,7 @@ def _segments(x: Tensor, spec: GemmSpec) -> Sequence[int | Tensor]:
 
 
 def _borders_in_graph(X: Tensor, sizes: list[int] | Tensor, offsets: list[int] | Tensor | None) -> Tensor:
-    """Begin and end of each group. Groups that overlap or end after X are cut, so that the rows are those of X."""
+    """Begin and end of each group. Groups that overlap or end after X are truncated, so that they cover rows of X."""
     num_rows = paddle.shape(X)[:1].astype("int64")
     sizes = paddle.to_tensor(sizes) if isinstance(sizes, list) else sizes
     sizes = sizes.astype("int64").clip(min=0)
@@ -183,13 +183,13 @@ def _multiply(
     segments: Sequence[int | Tensor],
     transpose: bool,
 ) -> Tensor:
-    """The products of every other segment, zeros for those between; without ``w``, ``x`` holds the products.
+    """Multiply the segments of groups, with zeros between them; without ``w``, ``x`` already contains the products.
 
-    With unbind and split, backward is one stack and one concat; indexing expert by expert would add up E tensors of
-    the size of all weights.
+    With unbind and split, the backward pass is one stack and one concat. Indexing expert by expert would add up E
+    tensors of the size of all weights.
     """
-    # Segments that are known to be empty are left out, but for products that are needed for their gradients: of one
-    # tensor any will do, of a list those of all matrices that want one.
+    # Skip empty segments, except GEMMs that the gradients need: any one for stacked matrices, and for a list those of
+    # all matrices that require a gradient.
     matrices = w if w is None or isinstance(w, Sequence) else paddle.unbind(w)
     needed = set()
     if isinstance(w, Sequence) and paddle.is_grad_enabled():
@@ -204,7 +204,7 @@ def _multiply(
     for i, part in parts.items():
         if i % 2:
             results[i] = part if matrices is None else _product(part, matrices[i // 2], transpose)
-    product = next(iter(results.values()))  # which has the dtype that mixed precision gives
+    product = next(iter(results.values()))  # its dtype is that of mixed precision
     if weights is not None or bias is not None:
         addends = None if bias is None else paddle.unbind(float32(bias))
         for i, result in results.items():
@@ -226,14 +226,14 @@ def _product(rows: Tensor, matrix: Tensor, transpose: bool) -> Tensor:
 
 
 def _split(x: Tensor, lengths: Sequence[int | Tensor]) -> Sequence[Tensor]:
-    """Parts of these lengths along the first axis."""
+    """Split a tensor along the first axis into parts of these lengths."""
     if not is_graph_value(x):
         return paddle.split(x, lengths, axis=0)
     if 0 <= x.shape[0] < len(lengths):
-        # In a graph Paddle refuses more parts than rows, though parts may be empty, unless it does not know the rows.
+        # In a graph, Paddle rejects more parts than rows, though parts may be empty. The reshape hides the rows.
         x = x.reshape([paddle.shape(x)[0], *x.shape[1:]])
     parts = paddle.split(x, lengths, axis=0)
-    # There split forgets the columns.
+    # In a graph, split loses the number of columns.
     return [part.reshape([paddle.shape(part)[0], *x.shape[1:]]) if -1 in part.shape[1:] else part for part in parts]
 
 

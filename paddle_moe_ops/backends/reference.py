@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The NumPy oracle as a backend: every operator on every device, slowly. Its gradients come through PyLayers."""
+"""The NumPy oracle as a backend: every operator on every device, slowly. Gradients are autograd nodes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _router_arguments(spec: TopkSpec) -> tuple[Any, ...]:
 
 
 def _plan(plan: Any) -> reference.Plan:
-    """The oracle's plan of a plan of tensors, or what there is of one."""
+    """Convert a plan of tensors to the oracle's plan; fields that it lacks are None."""
     fields: dict[str, Any] = dict.fromkeys(reference.Plan._fields)
     for name, field in zip(plan._fields, plan, strict=True):
         if name in fields:
@@ -57,7 +57,7 @@ def _plan(plan: Any) -> reference.Plan:
 
 
 class ReferenceKernels:
-    """Calls the oracle on copies in host memory. Every verb synchronises with the device."""
+    """Kernels that call the oracle on copies in host memory. Every verb synchronises with the device."""
 
     name = "reference"
     overwrites_hidden = False
@@ -354,7 +354,7 @@ def _layer(
 
 
 def _gemm_options(spec: GemmSpec, x: Tensor, weights: Tensor | None, bias: Tensor | None) -> dict[str, Any]:
-    """What the oracle takes beside the operands, sizes and offsets looked at."""
+    """The oracle's arguments besides the operands, with checked sizes and offsets."""
     num_rows = x.shape[0] if spec.plan is None else spec.plan.num_rows
     segments = host_segments(num_rows, spec.m_sizes, spec.expert_offsets)
     return {

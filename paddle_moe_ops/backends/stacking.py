@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Stacked parameters: E tensors of one shape as one tensor [E, ...], a view if they lie side by side, else a copy."""
+"""Stacked parameters: E tensors of one shape as one tensor [E, ...], a view if they are adjacent, otherwise a copy."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = [
     "view_of",
 ]
 
-_ROUNDING = 4096  # allocators give at most so many bytes more than they are asked for
+_ROUNDING = 4096  # allocators round a request up by at most this number of bytes
 
 
 def alias_of(tensor: Tensor) -> Tensor:
-    """Another tensor in the memory of one. If that is contiguous, it stays there when the first one moves."""
+    """Return an alias of a tensor. If the tensor is contiguous, the alias keeps its memory when the tensor moves."""
     if not tensor.is_contiguous():
         return tensor.detach()
     alias = paddle.base.core.eager.Tensor()
@@ -38,7 +38,7 @@ def alias_of(tensor: Tensor) -> Tensor:
 
 
 def view_of(tensors: Sequence[Tensor]) -> Tensor | None:
-    """One tensor in the memory of all, without a gradient; None unless they lie one after the other.
+    """Return one tensor in the memory of all, without a gradient; None unless they are adjacent and in order.
 
     Args:
         tensors: of one shape and dtype.
@@ -57,14 +57,14 @@ def view_of(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def parts_of(whole: Tensor) -> list[Tensor]:
-    """whole[0], whole[1], ... in its memory on every device, without gradients."""
+    """Return views whole[0], whole[1], ... on every device, without gradients."""
     whole = dense(whole.detach())
     with paddle.no_grad():
         parts = paddle.unbind(whole)
     last = (len(parts) - 1) * parts[0].size * whole.element_size()
     if parts[0].data_ptr() == whole.data_ptr() and parts[-1].data_ptr() == whole.data_ptr() + last:
         return parts
-    # Some devices make copies there. This takes longer on the host.
+    # On some devices unbind copies. The slices below are views, but take longer on the host.
     parts = [whole._slice(number, number + 1) for number in range(whole.shape[0])]
     for part in parts:
         part.get_tensor()._set_dims(whole.shape[1:])
@@ -72,7 +72,7 @@ def parts_of(whole: Tensor) -> list[Tensor]:
 
 
 def shared_memory(tensor: Tensor) -> str | None:
-    """What shares a tensor's memory, if something does that `lay_side_by_side` did not put there; else None."""
+    """Describe the allocation that contains a tensor if it is shared and not by `lay_side_by_side`; otherwise None."""
     if _location(tensor) == getattr(tensor, "laid_at", None):
         return None
     own = tensor.size * tensor.element_size()
@@ -82,7 +82,7 @@ def shared_memory(tensor: Tensor) -> str | None:
 
 
 def lay_side_by_side(parameters: Sequence[Tensor]) -> None:
-    """Move the numbers of parameters to one allocation, where they keep the order of the list.
+    """Move the values of parameters to one allocation, in the order of the list.
 
     Args:
         parameters: different ones of one shape, dtype and place, none of which has `shared_memory`.
@@ -97,19 +97,19 @@ def lay_side_by_side(parameters: Sequence[Tensor]) -> None:
 
 
 def _location(tensor: Tensor) -> tuple[int, ...]:
-    """The address and allocation of a tensor: a buffer that fuses parameters may get the address of a freed one."""
+    """The address and allocation of a tensor: a buffer of fused parameters may reuse the address of a freed one."""
     return tensor.data_ptr(), tensor._offset(), tensor._holder_size()
 
 
 def stack_or_view(matrices: Sequence[Tensor], function: str, *, accumulates: bool = False) -> Tensor:
-    """The matrices as one tensor. Each gets a part of its gradient, not a copy.
+    """Return the matrices as one stacked tensor; their gradients are views of its gradient.
 
     The graph can be used once: a second backward pass raises.
 
     Args:
         matrices: of one shape and dtype.
         function: the name that begins an error text.
-        accumulates: whether the gradients go where `accumulation` says it, and not to Paddle.
+        accumulates: whether the gradients go to an `accumulation.Destination`, and not to Paddle.
     """
     if not paddle.is_grad_enabled() or all(each.stop_gradient for each in matrices):
         return _view_or_copy(matrices)[0]
@@ -119,7 +119,7 @@ def stack_or_view(matrices: Sequence[Tensor], function: str, *, accumulates: boo
 
 
 def _view_or_copy(matrices: Sequence[Tensor]) -> tuple[Tensor, bool]:
-    """The matrices as one tensor, and whether it is a view."""
+    """Return the matrices as one tensor, and True if it is a view."""
     view = view_of(matrices)
     if view is not None:
         return view, True
@@ -131,7 +131,7 @@ class _Stacked(PyLayer):
     @staticmethod
     def forward(ctx: Any, function: str, accumulates: bool, *matrices: Tensor, guard: OneShotGuard) -> Tensor:
         guard.watch(ctx)
-        ctx.set_materialize_grads(False)  # no gradient comes where `destination_of_matrices` took it
+        ctx.set_materialize_grads(False)  # the gradient is None if it went to `destination_of_matrices`
         ctx.function, ctx.accumulates, ctx.matrices = function, accumulates, matrices
         ctx.wanted = [not each.stop_gradient for each in matrices]
         out, is_view = _view_or_copy(matrices)
@@ -154,7 +154,7 @@ class _Stacked(PyLayer):
 
 
 def _accumulated(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
-    """What is left of a gradient for Paddle once it is put where it belongs."""
+    """Add a gradient to its destination and return None; without a destination, return it for Paddle."""
     destination = None if gradient is None else destination_of(parameter)
     if destination is None:
         return gradient
@@ -163,9 +163,9 @@ def _accumulated(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
 
 
 def destination_of_matrices(given: Tensor | Sequence[Tensor]) -> Destination | None:
-    """As `destination_of`, of a parameter or of a list of them whose gradients lie, or are made, side by side.
+    """As `destination_of`, for a parameter or a list of parameters whose gradients are, or are allocated, adjacent.
 
-    None for a list whose gradients cannot be written at once: then `stack_or_view` accumulates each.
+    None for a list whose gradients are not one tensor: then `stack_or_view` accumulates each.
     """
     if isinstance(given, Tensor):
         return destination_of(given)

@@ -35,14 +35,14 @@ from .triton_products import ProductKernels
 
 
 def _ascending(slot_to_row: Tensor) -> Tensor:
-    """Each token's rows in ascending order, then -1."""
+    """Return each token's rows in ascending order, then -1."""
     none, last = paddle.full_like(slot_to_row, -1), paddle.full_like(slot_to_row, 2**31 - 1)
     rows = paddle.sort(paddle.where(slot_to_row < 0, last, slot_to_row), axis=1)
     return paddle.where(rows == last, none, rows)
 
 
 class TritonKernels(ProductKernels):
-    """Calls the launchers of `paddle_moe_ops.triton`; their modules are imported on first use."""
+    """Kernels that call the launchers of `paddle_moe_ops.triton`; their modules are imported on first use."""
 
     name = "triton"
     operators = frozenset(
@@ -244,7 +244,7 @@ class TritonKernels(ProductKernels):
         return gather_slots(device_of(slot_to_row, row_values), dense(row_values), dense(slot_to_row))
 
     def _clean(self, device: Any, rowmap: Tensor, routemap: Tensor, num_rows: int, spec: MoeUnpermuteSpec) -> Tensors:
-        """token_rows [T, E], row_to_token [N] and slot_to_row [T, K] of a user's row map."""
+        """Return token_rows [T, E], row_to_token [N] and slot_to_row [T, K] of a user's row map."""
         from ..triton.ops.rowmap import clean_rowmap
 
         arrays = dense(rowmap), dense(routemap)
@@ -321,7 +321,7 @@ class TritonKernels(ProductKernels):
         return chunk_map(device_of(split_sizes), dense(split_sizes), dense(order), num_rows)
 
     def sort_chunks_backward(self, d_out: Tensor, source_to_dest: Tensor) -> Tensor:
-        """The gradient of the rows, or of the probabilities."""
+        """Return the gradient of the rows, or of the probabilities."""
         from ..triton.ops.sort_chunks import sort_chunks_backward
 
         gradient = dense(d_out) if len(d_out.shape) == 1 else dense_rows(d_out)
