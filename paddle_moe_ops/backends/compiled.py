@@ -170,7 +170,7 @@ def moe_mlp(
         plan: the map of tokens to rows.
         transpose: whether the matrices are stored transposed.
         keeps_hidden: whether the first GEMM's output is saved for the backward pass; otherwise it is recomputed.
-        float8: whether GEMMs have float8 operands. Without hardware support, quantised values are multiplied in float32.
+        float8: whether GEMMs have float8 operands. Without hardware support they multiply quantised values in float32.
     """
     operands = x, gate_up, down, weights
     wanted = [not each.stop_gradient for each in operands]

@@ -254,7 +254,7 @@ class _MoeUnpermute(Call):
 
 
 class _SortChunks(Call):
-    """The call of sort_chunks. Inputs: rows unless they are float8, and probabilities if given. Outputs: both sorted."""
+    """The call of sort_chunks. Inputs: rows unless they are float8, and given probabilities. Outputs: both sorted."""
 
     function = "sort_chunks"
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that are spread over several processes, on `paddle.distributed`."""
+"""Expert parallelism on `paddle.distributed`: experts distributed over the ranks of a group."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a group must agree on: the group, arguments, and the call that each rank is in.
+"""Agreement of the ranks of a group on the group, on arguments, and on the current call.
 
-The call travels with each exchange; ranks in different calls raise. Layers are numbered per group in the order in which
-they are made, calls per layer. A rank in another gradient mode than the others is in the same call: all ranks get their
-values, and the backward pass of the others raises before it waits.
+Each exchange also sends the call; ranks in different calls raise. Layers are numbered per group in the order of their
+creation, and calls per layer. If a rank has another gradient mode than the others, it is in the same call: all ranks
+receive their values, and the backward pass of the others raises before it waits.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ __all__ = [
 CALL_WORDS = 8  # PMO_CALL_WORDS
 _NAME = "ExpertParallel"
 _DISPATCH = f"{_NAME}.dispatch"
-_CALLS, _COPIES = 1 << 20, 1 << 10  # numbers in a code; higher ones begin at 0 again
+_CALLS, _COPIES = 1 << 20, 1 << 10  # range of the numbers in a code; higher ones wrap around
 
 
 def group_of(function: str, group: Any) -> Group:
-    """The group that a caller means.
+    """Return the group of an argument ``group``.
 
     Args:
         function: name that begins the messages.
-        group: one of `paddle.distributed`, as Fleet's ``get_expert_parallel_group()`` gives, too; None for all ranks,
-            or for this process alone where `paddle.distributed` was not initialised.
+        group: a group of `paddle.distributed` or of Fleet's ``get_expert_parallel_group()``. None: all ranks, or this
+            process alone if `paddle.distributed` was not initialised.
 
     Raises:
         TypeError: it is not a group.
         ValueError: this process is not one of its ranks.
     """
     if group is None:
-        # Where nothing was initialised Paddle would make a group of every rank that the environment names.
+        # Without initialisation, Paddle would create a group of all ranks that the environment names.
         if not paddle.distributed.is_initialized():
             return Group(0, -1, [0], name="expert_parallel_alone")
         group = paddle.distributed.get_group(0)
@@ -69,12 +69,12 @@ def group_of(function: str, group: Any) -> Group:
 
 
 def is_gloo(group: Group) -> bool:
-    """Whether gloo connects the ranks."""
+    """True if gloo connects the ranks."""
     return str(group.backend).lower() == "gloo"
 
 
 def agree(function: str, group: Group, settings: Mapping[str, Any]) -> None:
-    """Check that all ranks of a group were given the same settings; every rank must call it.
+    """Check that all ranks of a group have the same settings; every rank must call it.
 
     Raises:
         ValueError: on every rank, if the settings differ, or some ranks lack one.
@@ -84,23 +84,23 @@ def agree(function: str, group: Group, settings: Mapping[str, Any]) -> None:
 
 
 def values_of_ranks(values: Iterable[Any], ranks: Iterable[int]) -> str:
-    """The text of values that differ between ranks."""
+    """Return the text of values that differ between ranks."""
     return ", ".join(f"{each} on rank {rank}" for each, rank in zip(values, ranks, strict=True))
 
 
 @context_manager
 def raising_together(function: str, group: Group, settings: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Make bad arguments and failures of one rank an error on every rank; every rank must come here.
+    """Raise on every rank if one rank has bad arguments or fails in the block; every rank must enter it.
 
-    One exchange, after the block.
+    The ranks exchange their states once, after the block.
 
     Args:
         function: name that begins the messages.
         group: the ranks.
-        settings: what must be the same on all of them, by name.
+        settings: values that must be the same on all ranks, by name.
 
     Raises:
-        TypeError, ValueError, RuntimeError, OSError: what this rank raised inside.
+        TypeError, ValueError, RuntimeError, OSError: the error of this rank's block.
         RuntimeError: other ranks raised.
         ValueError: on every rank, if the settings differ, or some ranks lack one.
     """
@@ -145,7 +145,7 @@ class Kind(enum.IntEnum):
 
     @property
     def gradient(self) -> Mode:
-        """The mode by which a rank says in the forward pass that it runs this backward pass."""
+        """The mode by which a rank announces this backward pass in the forward pass."""
         return Mode.COMBINE_BACKWARD if self == Kind.COMBINE_BACKWARD else Mode.DISPATCH_BACKWARD
 
 
@@ -154,7 +154,7 @@ class Mode(enum.IntFlag):
 
     NONE = 0
     DISPATCH_BACKWARD = 1  # it runs the backward pass of dispatch
-    COMBINE_BACKWARD = 2  # it runs the backward pass of combine; said in dispatch: it may run it
+    COMBINE_BACKWARD = 2  # it runs the backward pass of combine; in dispatch: it may run it
     RAISED = 4  # its arguments are bad
 
 
@@ -172,14 +172,14 @@ class LayerNumber:
 
     @property
     def most_experts(self) -> int:
-        """The most experts that a rank has in a layer of the group."""
+        """The maximum of experts per rank over the layers of the group."""
         return max(self._group_experts)
 
     def __str__(self) -> str:
         return _number_text(self.layer, self.copy)
 
     def of_copy(self) -> LayerNumber:
-        """The number of a new copy of the layer."""
+        """Return the number of a new copy of the layer."""
         self._copies[0] += 1
         return LayerNumber(self.layer, self._copies, self._group_experts)
 
@@ -192,7 +192,7 @@ _experts_of_layers: dict[tuple[int, ...], list[int]] = {}  # of a rank, by group
 
 
 def number_of_layer(group: Group, num_local_experts: int) -> LayerNumber:
-    """Number a new layer of a group. All ranks make their layers in the same order."""
+    """Number a new layer of a group. All ranks create their layers in the same order."""
     layers = _experts_of_layers.setdefault((group.id, *group.ranks), [])
     layers.append(num_local_experts)
     return LayerNumber(len(layers) - 1, [0], layers)
@@ -203,14 +203,14 @@ class LayerCall(NamedTuple):
 
     Attributes:
         ranks: of the group.
-        layer: which layer.
+        layer: the number of the layer.
         number: of the call, counted from 0.
         width: d.
         topk: K.
-        dtype: of tokens, its place in `_checks.SUM_DTYPES`.
-        copies: whether tokens leave the memory that ranks share, the argument ``copy``.
-        modes: of all ranks in a pass, where the host knows them.
-        unread: passes that the device has compared, and the codes of all ranks there; None: nobody reads them.
+        dtype: of tokens, as an index into `_checks.SUM_DTYPES`.
+        copies: the argument ``copy``: whether tokens are copied out of symmetric memory.
+        modes: of all ranks in a pass, if the host knows them.
+        unread: passes that the device has compared, with the codes of all ranks; None: nothing reads them.
     """
 
     ranks: list[int]
@@ -228,11 +228,11 @@ class Step:
     """A pass of a call on this rank.
 
     Attributes:
-        call: which call.
-        kind: which pass.
-        mode: what this rank says of it.
-        is_checked: whether the host has compared it with that of the other ranks.
-        codes: of all ranks, on the device; None where nobody has asked.
+        call: the call.
+        kind: the pass.
+        mode: this rank's `Mode` in it.
+        is_checked: whether the host has compared it with the steps of the other ranks.
+        codes: of all ranks, on the device; None if they were not exchanged.
     """
 
     def __init__(self, call: LayerCall, kind: Kind, mode: Mode = Mode.NONE) -> None:
@@ -244,20 +244,20 @@ class Step:
         """The step in `CALL_WORDS` numbers; all but the last must be the same on all ranks.
 
         Args:
-            exchange: number of the exchange of the group, where ranks take turns.
+            exchange: number of the group's exchange, for alternating buffers.
         """
         call, layer = self.call, (self.call.layer.layer, self.call.layer.copy)
         form = (call.topk * len(_checks.SUM_DTYPES) + call.dtype) * 2 + call.copies
         return [int(self.kind), *layer, call.number, exchange, call.width, form, int(self.mode)]
 
     def code(self) -> int:
-        """The step, without d, K, the dtype and the mode, in one number."""
+        """The step in one number, without d, K, the dtype and the mode."""
         call = self.call
         made = (call.layer.layer * _COPIES + call.layer.copy % _COPIES) * _CALLS + call.number % _CALLS
         return made * len(Kind) + self.kind
 
     def check(self, told: Sequence[Sequence[int]]) -> None:
-        """Compare the words of all ranks, and keep their modes.
+        """Compare the words of all ranks, and store their modes.
 
         Raises:
             ValueError: d, K or the dtype differ.
@@ -322,7 +322,7 @@ def _check_same(function: str, argument: str, expected: str, values: Sequence[An
 
 
 def _raise_for_places(places: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
-    """Raise an error that says where each rank is, by (kind, layer, copy, call[, exchange]) of each."""
+    """Raise an error that names each rank's (kind, layer, copy, call[, exchange])."""
     texts = [", exchange ".join([_place(*each[:4]), *map(str, each[4:])]) for each in places]
     given = ", ".join(f"rank {rank} is in {text}" for rank, text in zip(ranks, texts, strict=True))
     raise RuntimeError(f"{_NAME}: all ranks must make the same calls in the same order, but {given}")
@@ -333,7 +333,7 @@ def _place(kind: int, layer: int, copy: int, number: int) -> str:
 
 
 def raise_for_modes(kind: Kind, modes: Sequence[int], words: Sequence[int], ranks: Sequence[int]) -> None:
-    """Raise an error that says which ranks do not run a backward pass.
+    """Raise an error that names the ranks that do not run a backward pass.
 
     Args:
         kind: the backward pass.

@@ -2,10 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-to-all exchanges with uneven parts, and their gradients.
 
-A transport moves the lines of a tensor as bits, so any dtype travels, float8 too. The parts that go to each rank follow
-each other in the order of the ranks, and so do those that arrive. All ranks of a group make the same exchanges in the
-same order. A backward pass sends every line's gradient to where the line came from, so every rank must run it, even a
-rank that sent and received nothing.
+A transport sends the lines of a tensor as bits, so it supports any dtype, including float8. Sent and received parts are
+in the order of the ranks. All ranks of a group run the same exchanges in the same order. A backward pass sends every
+line's gradient back to the rank of the line. So every rank must run it, even a rank that sent and received nothing.
 """
 
 from __future__ import annotations
@@ -59,20 +58,20 @@ _TOKENS, _NOT_FINITE, _ABOUT = CALL_WORDS, CALL_WORDS + 1, CALL_WORDS + 2  # col
 
 
 class Transport(Protocol):
-    """What moves lines between the ranks of one group."""
+    """A way to exchange lines between the ranks of one group."""
 
     def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int], step: Step) -> Tensor:
         """Send each rank its lines, and receive those for this rank.
 
         Args:
-            payload: [sum(sent), ...], contiguous; the lines for rank 0, those for rank 1, ...
-            sent: lines for each rank, this one included.
-            received: lines from each rank, this one included.
-            step: the pass that the exchange belongs to, which is compared between ranks.
+            payload: [sum(sent), ...], contiguous; lines for rank 0, then for rank 1, ...
+            sent: number of lines for each rank, this one included.
+            received: number of lines from each rank, this one included.
+            step: the pass of the exchange, which is compared between ranks.
 
         Returns:
-            [sum(received), ...] in the order of the ranks, dtype and place of the payload. Floating-point numbers are
-            NaN where the device finds that ranks are in different calls.
+            [sum(received), ...] in the order of the ranks, dtype and place of the payload. If the device finds that
+            ranks are in different calls, floating-point numbers are NaN.
 
         Raises:
             RuntimeError: a rank did not answer, or the host finds that ranks are in different calls.
@@ -83,13 +82,13 @@ class Transport(Protocol):
 
         Args:
             numbers: int32 [P, ...], contiguous.
-            step: as above; where the host compares it only later it is among the numbers.
+            step: as above; if the host compares it later, it is part of the numbers.
 
         Returns:
             the same shape.
 
         Raises:
-            RuntimeError: a rank did not answer, or did not come in time.
+            RuntimeError: a rank did not answer, or did not arrive in time.
         """
 
 
@@ -104,14 +103,14 @@ class Alone:
 
 
 class AllToAll:
-    """`paddle.distributed.alltoall_single`, for NCCL and every other backend that has it.
+    """The transport by `paddle.distributed.alltoall_single`, for NCCL and every other backend that supports it.
 
-    Nothing is read on the host but numbers. So ranks send each other a code of the pass before its first lines, which
-    the device compares. A line of these for the code would be a copy of all of them.
+    The host reads only the counts of lines. So ranks exchange a code of the pass before its first lines, and the device
+    compares the codes. Adding the code as a line of the payload would copy the payload.
 
     Args:
-        group: whose ranks take part.
-        timeout: seconds that the host waits for the others, where it waits.
+        group: the participating ranks.
+        timeout: seconds that the host waits for the others, in exchanges that wait.
     """
 
     def __init__(self, group: Group, timeout: float) -> None:
@@ -123,7 +122,7 @@ class AllToAll:
         width = lines.shape[1]
         if width == 0:
             return _from_bytes(filled([sum(received), 0], 0, lines.dtype, like=lines), payload)
-        # A custom device has no empty tensors, so where nothing is sent or received a line goes to this rank itself.
+        # Custom devices have no empty tensors. If nothing is sent or received, this rank sends a line to itself.
         spare = int(sum(sent) == 0 or sum(received) == 0)
         sent, received = list(sent), list(received)
         if spare:
@@ -143,7 +142,7 @@ class AllToAll:
         return arrived if codes is None else _spoiled(arrived, codes, step.code())
 
     def _codes_of(self, step: Step) -> Tensor | None:
-        """The codes of all ranks, on the device; None where the host knows that they are the same."""
+        """The codes of all ranks, on the device; None if the host knows that they are equal."""
         if step.is_checked or step.codes is not None:
             return step.codes
         own = paddle.full([self._group.nranks], step.code(), "int64")
@@ -163,14 +162,14 @@ class AllToAll:
 
 
 class Scatters:
-    """A scatter from each rank in turn, for gloo, which has no all-to-all.
+    """The transport by a scatter from each rank, one after another, for gloo, which has no all-to-all.
 
-    The parts of one scatter have one size, so smaller ones are padded. Sends and receives do not work here: gloo
-    matches them by a number that each rank counts for itself, which works between two ranks only. With gloo the host
-    waits in every exchange, so each of them ends in a limited time.
+    The parts of one scatter have one size, so smaller ones are padded. Send and receive are no alternative: gloo
+    matches them by a counter of each rank, which works only between two ranks. With gloo the host waits in every
+    exchange, so each exchange has a time limit.
 
     Args:
-        group: whose ranks take part.
+        group: the participating ranks.
         timeout: seconds that the host waits for the others.
     """
 
@@ -189,14 +188,14 @@ class Scatters:
     ) -> Tensor:
         lines = _as_bytes(payload)
         counts, words = self._rendezvous.call(function, lambda: self._counts_of_all(sent, step))
-        step.check(words)  # gloo would end a process whose lines are longer than others
+        step.check(words)  # gloo terminates a process whose lines are longer than others
         arrived = self._rendezvous.call(function, lambda: self._scattered(lines, sent, received, counts))
         return _from_bytes(paddle.concat(arrived), payload)
 
     def _scattered(
         self, lines: Tensor, sent: Sequence[int], received: Sequence[int], counts_of_all: Sequence[Sequence[int]]
     ) -> list[Tensor]:
-        """The lines from each rank."""
+        """Return the lines from each rank."""
         arrived, width = [], lines.shape[1]
         for source, counts in enumerate(counts_of_all):
             most = max(counts)
@@ -208,7 +207,7 @@ class Scatters:
         return arrived
 
     def _counts_of_all(self, sent: Sequence[int], step: Step) -> tuple[list[list[int]], list[list[int]]]:
-        """How many lines each rank sends to each, and the words of its step."""
+        """Return the numbers of lines from each rank to each, and the words of each rank's step."""
         told: list[Tensor] = []
         own, ranks = paddle.to_tensor([*sent, *step.words()], dtype="int64"), len(sent)
         paddle.distributed.all_gather(told, own, group=self._group)
@@ -217,7 +216,7 @@ class Scatters:
 
 
 def _padded_parts(lines: Tensor, sent: Sequence[int], most: int) -> list[Tensor]:
-    """The parts for all ranks, of `most` lines each."""
+    """Return the parts for all ranks, padded to ``most`` lines each."""
     parts, first = [], 0
     for count in sent:
         padding = filled([most - count, lines.shape[1]], 0, lines.dtype, like=lines)
@@ -227,7 +226,7 @@ def _padded_parts(lines: Tensor, sent: Sequence[int], most: int) -> list[Tensor]
 
 
 def check_travel(function: str, *, tokens_per_rank: Any, timeout: Any, **given: Any) -> tuple[int | None, float]:
-    """Check by what tokens and their results travel, with a group or without; gives the first two as numbers."""
+    """Check the options of the transport; returns ``tokens_per_rank`` and ``timeout`` as numbers."""
     for argument, choices in _TRAVEL.items():
         _checks.choice(function, argument, given[argument], choices)
     if tokens_per_rank is not None:
@@ -248,11 +247,11 @@ def check_travel(function: str, *, tokens_per_rank: Any, timeout: Any, **given: 
 
 
 def transport_for(name: str, group: Group, timeout: float) -> Transport:
-    """The transport of a group by its name.
+    """Return the transport of a group by its name.
 
     Args:
-        name: "alltoall", "gloo" or "auto", which is "gloo" where gloo connects the ranks and "alltoall" elsewhere.
-        group: whose ranks take part.
+        name: "alltoall", "gloo" or "auto", which is "gloo" if gloo connects the ranks and otherwise "alltoall".
+        group: the participating ranks.
         timeout: seconds that the host waits for the others.
     """
     if group.nranks == 1:
@@ -263,7 +262,7 @@ def transport_for(name: str, group: Group, timeout: float) -> Transport:
 
 
 def _spoiled(arrived: Tensor, codes: Tensor, code: int) -> Tensor:
-    """What arrived, NaN if ranks were in different calls. Ids stay, and so do float8 codes, whose scales are NaN."""
+    """Return the received lines, NaN if ranks were in different calls. Ids and float8 codes stay; scales are NaN."""
     if arrived.dtype not in _checks.SUM_DTYPES or arrived.size == 0:
         return arrived
     if resolve("permute", arrived) is compiled_backend:
@@ -273,7 +272,7 @@ def _spoiled(arrived: Tensor, codes: Tensor, code: int) -> Tensor:
 
 
 def _as_bytes(payload: Tensor) -> Tensor:
-    """The lines as bytes, [lines, bytes of a line]."""
+    """Return the lines as bytes, [lines, bytes of a line]."""
     lines, width = payload.shape[0], math.prod(payload.shape[1:])
     if lines * width == 0:
         return filled([lines, width * payload.element_size()], 0, paddle.uint8, like=payload)
@@ -290,13 +289,13 @@ def _from_bytes(lines: Tensor, like: Tensor) -> Tensor:
 
 
 class Counts(NamedTuple):
-    """How many lines travel.
+    """The numbers of lines in an exchange, and their transport.
 
     Attributes:
-        transport: what moves them.
+        transport: the transport of the lines.
         sent: lines for each rank.
         received: lines from each rank.
-        float8: what tokens travel as, a format of `permute`, or None for their own dtype.
+        float8: the format of tokens on the way, one of `permute`, or None for their own dtype.
     """
 
     transport: Transport
@@ -305,23 +304,23 @@ class Counts(NamedTuple):
     float8: str | None = None
 
     def there(self, payload: Tensor, step: Step) -> Tensor:
-        """The lines that arrive when lines [sum(sent), ...] are sent in a pass of a call."""
+        """Send lines [sum(sent), ...] in a pass of a call, and return the received ones."""
         return self.transport.exchange(payload, self.sent, self.received, step)
 
     def tokens_there(self, tokens: Tensor, step: Step) -> Tensor:
-        """The tokens that arrive when tokens [sum(sent), d] are sent, which may travel as float8."""
+        """Send tokens [sum(sent), d], as float8 if ``float8`` says so, and return the received ones."""
         if self.float8 is None:
             return self.there(tokens, step)
         codes, scales = quantize_1x128(tokens, ue8m0=self.float8 == _checks.UE8M0)
         return dequantize_1x128(self.there(codes, step), self.there(scales, step), dtype=tokens.dtype)
 
     def back(self, payload: Tensor, step: Step) -> Tensor:
-        """The lines that arrive when lines [sum(received), ...] go the other way."""
+        """Send lines [sum(received), ...] the opposite way, and return the received ones."""
         return self.transport.exchange(payload, self.received, self.sent, step)
 
 
 class _TokensAndProbs(Call):
-    """Tokens and their probabilities in one node, so that all ranks send the gradients in one order."""
+    """A call that sends tokens and probabilities; with one node, all ranks send the gradients in one order."""
 
     function = _DISPATCH
 
@@ -341,7 +340,7 @@ class _TokensAndProbs(Call):
 
 
 def backward_step(call: LayerCall, kind: Kind) -> Step:
-    """The step of a backward pass.
+    """Return the step of a backward pass.
 
     Raises:
         RuntimeError: some ranks do not run it, as far as the host knows.
@@ -352,13 +351,13 @@ def backward_step(call: LayerCall, kind: Kind) -> Step:
 
 
 def combine_step(call: LayerCall, out: Tensor) -> Step:
-    """The step of a combine of expert outputs."""
+    """Return the step of a combine of expert outputs."""
     call = call._replace(width=out.shape[1], dtype=_checks.SUM_DTYPES.index(out.dtype))
     return Step(call, Kind.COMBINE, Mode.COMBINE_BACKWARD if wants_gradient(out) else Mode.NONE)
 
 
 def _in(step: Step, way: Callable[[Tensor, Step], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A way of lines in a step."""
+    """Bind a step to ``way``, a direction of an exchange."""
     return lambda payload: way(payload, step)
 
 
@@ -379,23 +378,23 @@ def exchange_with_probs(tokens: Tensor, probs: Tensor, counts: Counts, step: Ste
 def rows_of_tokens(
     x: Tensor, plan: Plan, to_ranks: Plan, tokens: Counts, local: Plan, chunks: Chunks, rows: Counts, step: Step
 ) -> Tensor:
-    """The rows of the local experts, in expert order; differentiable in x.
+    """Return the rows of the local experts, in expert order; differentiable in x.
 
-    Tokens travel once and become rows where they arrive. In the backward pass every row's gradient travels, so that a
-    token's gradient is one sum over its rows, rounded once, as it is where one rank has all experts.
+    Each token is sent once per rank, and the receiver permutes it to rows. The backward pass sends every row's
+    gradient, so that a token's gradient is one sum over its rows, rounded once, as on one rank with all experts.
 
     Args:
         x: [T, d], this rank's tokens.
         plan: their plan over all experts.
-        to_ranks: which tokens go to which rank.
-        tokens: how many tokens travel.
-        local: the plan of the tokens that arrive, over the local experts.
+        to_ranks: the plan of tokens by rank.
+        tokens: the numbers of tokens in the exchange.
+        local: the plan of the received tokens over the local experts.
         chunks: the rows of that plan by rank.
-        rows: how many rows go back to each rank, and come from there.
+        rows: the numbers of rows sent back to each rank and received from it.
         step: the dispatch.
     """
 
-    # Detached, since compiled operators would record a graph of their own in here.
+    # Detached, since compiled operators would record their own graph in this map.
     def there(x: Tensor) -> Tensor:
         return permute(tokens.tokens_there(permute(x.detach(), to_ranks)[0], step), local)[0]
 
@@ -407,32 +406,32 @@ def rows_of_tokens(
 
 
 def say_that_this_rank_raises(transport: Transport, step: Step) -> None:
-    """Take part in the exchange of numbers that the other ranks wait for."""
+    """Join the exchange of numbers for which the other ranks wait."""
     size = len(step.call.ranks)
     words = paddle.to_tensor([step.words()] * size, dtype="int32")
     rest = paddle.zeros([size, _ABOUT - CALL_WORDS + step.call.layer.most_experts], "int32")
-    with contextlib.suppress(RuntimeError):  # this rank has an error of its own to raise
+    with contextlib.suppress(RuntimeError):  # this rank raises its own error
         transport.exchange_numbers(paddle.concat([words, rest], axis=1), step)
 
 
 def counts_of_ranks(
     x: Tensor, plan: Plan, to_ranks: Plan, transport: Transport, payload: str | None, step: Step, validate: bool | None
 ) -> tuple[Counts, Counts, list[list[int]]]:
-    """Tokens that go from rank to rank, the rows that come back for them, and the rows of [rank, local expert].
+    """Return the counts of tokens by rank, of the rows sent back, and the rows of [rank, local expert].
 
-    One exchange of a few numbers: the call, tokens, whether all is finite, and rows of each expert.
+    The ranks exchange a few numbers once: the call, tokens, whether all are finite, and rows of each expert.
 
     Args:
         x: [T, d], this rank's tokens.
         plan: their plan over all experts.
-        to_ranks: which tokens go to which rank.
-        transport: what moves them.
-        payload: what they travel as, a format of `permute`, or None for their own dtype.
+        to_ranks: the plan of tokens by rank.
+        transport: the transport of the tokens.
+        payload: the format of tokens on the way, one of `permute`, or None for their own dtype.
         step: the dispatch.
-        validate: True: also ask whether the tokens of all ranks are finite.
+        validate: True: also check that the tokens of all ranks are finite.
 
     Raises:
-        ValueError: on every rank, if ranks differ in what must be the same, or a rank's tokens are not finite.
+        ValueError: on every rank, if d, K or the dtype differ between ranks, or a rank's tokens are not finite.
         RuntimeError: ranks are in different calls, or were in the last one; other ranks raised.
     """
     ranks = step.call.ranks
@@ -460,9 +459,9 @@ def counts_of_ranks(
 
 
 def _read(numbers: Tensor, call: LayerCall) -> list[list[list[int]]]:
-    """The numbers of [own or told, rank, column], and what ranks have said on the device since the last dispatch.
+    """Read the numbers [own or received, rank, column], and check the codes on the device since the last dispatch.
 
-    The host waits here, once.
+    The host waits once, in this function.
     """
     unread = call.unread or []
     if not unread:

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of models whose experts are spread over ranks."""
+"""Checkpoints of models with expert parallelism."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Part(NamedTuple):
 
 
 class Destination(NamedTuple):
-    """The ranks that get whole tensors, and the memory that holds them.
+    """The ranks that receive whole tensors, and the memory of these.
 
     Attributes:
         rank: of `paddle.distributed`; None: all ranks.
-        is_here: whether this rank gets them.
-        to_cpu: whether they are in the host's memory.
+        is_here: whether this rank receives them.
+        to_cpu: whether they are in host memory.
     """
 
     rank: int | None
@@ -83,12 +83,12 @@ def agree_on_parts(
 ) -> None:
     """Check that the ranks of each group have tensors of the same names, dtypes and shapes.
 
-    All ranks know the parts of all, so that an error of one group is raised on the ranks of every group.
+    All ranks exchange their parts, so an error in one group is raised on the ranks of every group.
 
     Args:
         function: name that begins the message.
         everyone: the ranks of all groups; each of them must call this.
-        label: what the message calls a tensor, with {!r} in place of its name.
+        label: the message's term for a tensor, with {!r} in place of its name.
         parts: of this rank.
         destination: must be the same rank for all.
 
@@ -120,11 +120,11 @@ def gather_parts(parts: Mapping[str, Part], destination: Destination) -> dict[st
     cannot wait for each other.
 
     Args:
-        parts: on which the ranks agree.
+        parts: agreed on by the ranks.
         destination: of the whole tensors.
 
     Returns:
-        whole tensors, copies; on other ranks than the destination none.
+        whole tensors, copies; an empty dict on other ranks than the destination.
     """
     whole = {}
     for name in sorted(parts):
@@ -155,7 +155,7 @@ def copied(value: Tensor, destination: Destination) -> Tensor:
 
 
 def without_wrapper(function: str, layer: Any) -> nn.Layer:
-    """The model that `paddle.DataParallel` or ``fleet.distributed_model`` wrapped, whose states have its names.
+    """Return the model inside the wrapper of `paddle.DataParallel` or ``fleet.distributed_model``, if any.
 
     Raises:
         TypeError: it is not a layer; the message begins with the function's name.
@@ -170,21 +170,21 @@ def without_wrapper(function: str, layer: Any) -> nn.Layer:
 def gather_state_dict(
     layer: nn.Layer, group: Any = None, *, dst: int | None = None, to_cpu: bool = False
 ) -> dict[str, Tensor]:
-    """Gather the state that a model would have in one process, with the experts of all ranks. All ranks must call it.
+    """Gather the one-process state of a model, with the experts of all ranks. All ranks must call it.
 
     Not differentiable. Bit-exact copies; the host waits for the other ranks. Parameters of experts are gathered one
     after the other.
 
     Args:
-        layer: the model, or what `paddle.DataParallel` or ``fleet.distributed_model`` made of it; what
-            `mark_expert_parameters` marked is gathered.
-        group: the ranks that share the experts, as `ExpertParallel` takes it. None: each parameter is gathered from the
-            group that it was marked with, so layers may have different groups, and from all ranks if it has none; then
-            all ranks must call this.
-        dst: the only rank that gets the state, a number of `paddle.distributed`, as in `paddle.distributed.gather`.
-            None: all ranks get it.
-        to_cpu: whether the tensors are returned in the host's memory. Each goes there before the next one is gathered,
-            so a GPU has one whole parameter of experts at a time.
+        layer: the model, or its wrapper by `paddle.DataParallel` or ``fleet.distributed_model``. Parameters marked by
+            `mark_expert_parameters` are gathered.
+        group: the ranks that share the experts, as in `ExpertParallel`. None: each parameter is gathered from the group
+            of its mark, so layers may have different groups, or from all ranks if it has none; then all ranks must call
+            this.
+        dst: the only rank that receives the state, a number of `paddle.distributed`, as in `paddle.distributed.gather`.
+            None: all ranks receive it.
+        to_cpu: whether the tensors are returned in host memory. Each is copied to the host before the next one is
+            gathered, so a GPU contains one whole parameter of experts at a time.
 
     Returns:
         ``layer.state_dict()``, in which stacked parameters [E / P, ...] of experts are [E, ...]; on other ranks than
@@ -220,11 +220,11 @@ def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = 
     Ranks do not communicate. Bit-exact copies of experts; all other tensors are those of ``state``.
 
     Args:
-        state: that of one process, or from `gather_state_dict`. It has all experts of the layer; other tensors may be
-            missing.
-        layer: the model that it is for, wrapped or not.
-        group: the ranks that share the experts, as `ExpertParallel` takes it. None: for each parameter the group that
-            it was marked with, or all ranks if it has none.
+        state: a one-process state, or the result of `gather_state_dict`. It contains all experts of the layer; other
+            tensors may be missing.
+        layer: the model that loads it, wrapped or not.
+        group: the ranks that share the experts, as in `ExpertParallel`. None: for each parameter the group of its mark,
+            or all ranks if it has none.
 
     Returns:
         ``state``, in which each stacked parameter [E, ...] of experts is [E / P, ...].
@@ -260,7 +260,7 @@ def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = 
 def _check_keys(
     function: str, state: Mapping[str, Tensor], own: Mapping[str, Tensor], experts: Mapping[str, Tensor]
 ) -> None:
-    """Refuse a state of which ``layer.set_state_dict`` would load no experts, or nothing, with a warning at most."""
+    """Raise for a state of which ``layer.set_state_dict`` would load no experts and at most warn."""
     missing = [key for key in experts if key not in state]
     if not missing and (not own or not own.keys().isdisjoint(state)):
         return
@@ -274,6 +274,6 @@ def _check_keys(
 
 
 def _marked(layer: nn.Layer) -> dict[str, Tensor]:
-    """The parameters of experts by their keys in a state, in which layers used twice are twice."""
+    """Return the parameters of experts by their keys in a state; a layer that is used twice has two keys."""
     own = nn.Layer.state_dict(layer, use_hook=False)  # hooks may return other tensors, without marks
     return {name: own[name] for name in sorted(own) if is_expert_parameter(own[name])}

@@ -1,9 +1,9 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch and combine through DeepEP, as Paddle's wheels for GPUs bring it.
+"""Dispatch and combine by the DeepEP module of Paddle's wheels for GPUs.
 
-It follows the documented interface of that module, and was tested with a fake module on a CPU. It has not
-run on a GPU.
+The code follows the documented interface of that module and was tested with a fake module on a CPU. It has not run on a
+GPU.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ __all__ = ["DeepEP"]
 _NAME = "ExpertParallel"
 _DISPATCH, _COMBINE = f"{_NAME}.dispatch", f"{_NAME}.combine"
 _MODULE = "paddle.distributed.communication.deep_ep"
-_COLUMNS = 8  # of bfloat16 that DeepEP copies at a time
+_COLUMNS = 8  # bfloat16 columns per copy of DeepEP
 
 
 class ArrivedTokens(NamedTuple):
-    """What a rank received, R tokens.
+    """The R tokens that a rank received.
 
     Attributes:
         tokens: bfloat16 [R, d].
         plan: the local plan of the R tokens.
         probs: float32 [R, K].
         dropped: 0-D int32, zero.
-        trip: what `DeepEP.combine` needs.
+        trip: the argument of `DeepEP.combine`.
     """
 
     tokens: Tensor
@@ -51,28 +51,28 @@ class ArrivedTokens(NamedTuple):
 
 
 class _Trip(NamedTuple):
-    """The way of tokens, which DeepEP can go again in both directions."""
+    """The route of dispatched tokens, which DeepEP can repeat in both directions."""
 
     buffer: Any
     handle: Any
 
     def there(self, rows: Tensor) -> Tensor:
-        """A row of each token at the ranks that it went to."""
+        """Send a row of each token to the ranks of its experts."""
         return self.buffer.dispatch(dense(rows.detach()), handle=self.handle)[0]
 
     def back(self, rows: Tensor) -> Tensor:
-        """The sum of each token's rows of all ranks."""
+        """Return the sum of each token's rows of all ranks."""
         return self.buffer.combine(dense(rows.detach()), self.handle)[0]
 
     def back_with_probs(self, rows: Tensor, probs: Tensor) -> Tensors:
-        """The same, and the sums of what belongs to their probabilities."""
+        """Return the same, and the sums of the gradients of their probabilities."""
         rows, probs = dense(rows.detach()), dense(probs.detach())
         sums, of_probs, _ = self.buffer.combine(rows, self.handle, topk_weights=probs)
         return sums, of_probs
 
 
 class _Dispatch(Call):
-    """Tokens and their probabilities in one node, so that all ranks send the gradients in one order."""
+    """A call that sends tokens and probabilities; with one node, all ranks send the gradients in one order."""
 
     function = _DISPATCH
 
@@ -104,14 +104,14 @@ class _Dispatch(Call):
 
 
 class DeepEP:
-    """Exchanges of one group through DeepEP.
+    """The exchanges of one group through DeepEP.
 
     Args:
-        group: the ranks, which all make it.
+        group: the ranks; each creates this object.
         num_experts: of all ranks.
 
     Raises:
-        ValueError: Paddle has no DeepEP here, or DeepEP no settings for so many ranks.
+        ValueError: this Paddle has no DeepEP, or DeepEP has no settings for the number of ranks.
     """
 
     def __init__(self, group: Group, num_experts: int) -> None:
@@ -134,9 +134,9 @@ class DeepEP:
 
         Args:
             x: bfloat16 [T, d].
-            ids: [T, K], those that count.
+            ids: [T, K], -1 for slots that do not count.
             probs: float32 [T, K].
-            step: not used: nothing but tokens travels.
+            step: unused: DeepEP exchanges no calls.
         """
         needs = "for transport='deepep'"
         if x.dtype != paddle.bfloat16:
@@ -149,11 +149,11 @@ class DeepEP:
         return ArrivedTokens(tokens, plan, their_probs, filled([], 0, "int32", like=x), call.trip)
 
     def combine(self, out: Tensor, trip: _Trip) -> Tensor:
-        """The sums of each token's rows of all ranks; differentiable.
+        """Return the sums of each token's rows of all ranks; differentiable.
 
         Args:
-            out: bfloat16 [R, d] in the order in which tokens arrived.
-            trip: what `dispatch` gave.
+            out: bfloat16 [R, d] in the order of the received tokens.
+            trip: from `dispatch`.
         """
         if out.dtype != paddle.bfloat16:
             given = _checks.dtype_name(out.dtype)
@@ -161,7 +161,7 @@ class DeepEP:
         return linear(_COMBINE, None, out, trip.back, trip.there)
 
     def _buffer(self, row_bytes: int) -> Any:
-        """The buffer of the group, made anew where rows are wider than before; all ranks come here."""
+        """Return the buffer of the group, reallocated if rows are wider than before; all ranks call it."""
         size = self._group.nranks
         over_nvlink = max(each.get_nvl_buffer_size_hint(row_bytes, size) for each in self._settings)
         over_rdma = max(each.get_rdma_buffer_size_hint(row_bytes, size) for each in self._settings)

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Fleet's optimizers for models whose experts are spread over ranks."""
+"""Fleet's optimizers for models with expert parallelism."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _NAME = "distributed_optimizer"
 
 
 def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
-    """Make the optimizer that ``fleet.distributed_optimizer`` makes, for a model whose experts are spread over ranks.
+    """Return the optimizer of ``fleet.distributed_optimizer`` for a model with expert parallelism.
 
-    The losses are those of one process: in ``step()`` the gradients become those of the mean over all ranks' losses,
-    those of experts too, which are added up only between ranks that have copies of the same experts. So do not call
-    `average_gradients`, and scale nothing. Clipping by the global norm counts each expert once: give the optimizer
-    `paddle.nn.ClipGradByGlobalNorm` or ``ClipGradForMOEByGlobalNorm``; either becomes what the strategy needs. All
-    copies of experts start with the values of the first. ``step()`` does not synchronise with the host. All ranks make
-    the optimizer at the same time.
+    The losses are those of one process: ``step()`` turns the gradients into those of the mean over all ranks' losses.
+    Gradients of experts are added up only between ranks with copies of the same experts. So do not call
+    `average_gradients`, and do not scale gradients. Clipping by the global norm counts each expert once: pass
+    `paddle.nn.ClipGradByGlobalNorm` or ``ClipGradForMOEByGlobalNorm`` to the optimizer; either is converted to the one
+    that the strategy needs. All copies of experts start with the values of the first. ``step()`` does not synchronise
+    with the host. All ranks create the optimizer at the same time.
 
-    These topologies of ``fleet.init`` work, with all other degrees 1; the group named shares the experts:
+    These topologies of ``fleet.init`` work, with all other degrees 1; the named group shares the experts:
 
     * ``dp_degree``: the data parallel group, with the model from ``fleet.distributed_model``;
     * ``sharding_degree``, with or without ``dp_degree``: the sharding group;
@@ -48,7 +48,7 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
 
     Args:
         optimizer: one of `paddle.optimizer`, with a list of parameters, or Fleet's ``MixPrecisionOptimizer`` of one.
-            Parameters that `mark_expert_parameters` marked are those of experts.
+            Parameters marked by `mark_expert_parameters` are those of experts.
         strategy: see Fleet.
 
     Returns:
@@ -94,7 +94,7 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
 
 
 class _Place(NamedTuple):
-    """Where experts are in Fleet's topology.
+    """The groups of the experts in Fleet's topology.
 
     Attributes:
         group: the ranks that share them.
@@ -112,7 +112,7 @@ class _Place(NamedTuple):
 
 
 def _place_of(experts: Sequence[Tensor], strategy: Any) -> _Place:
-    """Check that Fleet's topology and strategy are ones that are known to be right."""
+    """Return the place of the experts; raises for an unsupported topology or strategy of Fleet."""
     environment, hcg = fleet.fleet, fleet.fleet._hcg
     groups = {id(group): group for group in map(expert_group_of, experts) if group is not None}
     group = next(iter(groups.values()))
@@ -151,8 +151,8 @@ def _check_ranks(group: Group, expected: Group, name: str) -> None:
 
 
 def _clip(clip: Any, place: _Place) -> Any:
-    """How gradients are clipped by the norm over all ranks, where each rank has experts of its own."""
-    if place.is_sharded:  # Fleet adds up the squares of what each rank updates
+    """Convert gradient clipping to clipping by the norm over all ranks and their different experts."""
+    if place.is_sharded:  # Fleet adds up the squares of the gradients that each rank updates
         return nn.ClipGradByGlobalNorm(clip.clip_norm) if isinstance(clip, ClipGradForMOEByGlobalNorm) else clip
     if isinstance(clip, (nn.ClipGradByGlobalNorm, ClipGradForMOEByGlobalNorm)):
         return ClipGradByGlobalNorm(clip.clip_norm)
@@ -160,7 +160,7 @@ def _clip(clip: Any, place: _Place) -> Any:
 
 
 class _Optimizer(HybridParallelOptimizer):
-    """Fleet's, which divides the gradients of experts by the ranks whose tokens are in them."""
+    """Fleet's optimizer, which also divides the gradients of experts by the number of ranks that contribute tokens."""
 
     _experts: Sequence[Tensor]
     _share: float
@@ -181,7 +181,7 @@ class _Optimizer(HybridParallelOptimizer):
 
 
 class _Sharding(DygraphShardingOptimizer):
-    """Fleet's first sharding optimizer, in which experts are divided between the ranks that have copies of them."""
+    """Fleet's first sharding optimizer, which divides experts only between the ranks with copies of them."""
 
     _owners: dict[str, int]  # by the name of a parameter of experts, the rank of the world that updates it
     _copies: Group
@@ -190,7 +190,7 @@ class _Sharding(DygraphShardingOptimizer):
     _broadcast_order_params: list[Tensor] | None
 
     def keep_apart(self, experts: Sequence[Tensor], copies: Group, share: float) -> None:
-        """Divide the parameters again.
+        """Divide the parameters between ranks again, experts separately.
 
         Args:
             experts: the parameters of experts.
