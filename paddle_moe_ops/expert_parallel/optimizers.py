@@ -1,9 +1,9 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of optimizers whose parameters are spread over ranks.
+"""Checkpoints of optimizer states with expert parallelism.
 
-Paddle names what an optimizer keeps after the parameter's ``.name``, and numbers parameters as they are made. These
-names differ between two models of one process, so a gathered state also says what the model itself calls them.
+Paddle names an optimizer's tensors after the parameter's ``.name``, which contains a counter of created parameters.
+These names differ between two models of one process, so a gathered state also contains the model's own names.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .parameters import groups_of_experts, is_expert_parameter
 __all__ = ["gather_optimizer_state_dict", "shard_optimizer_state_dict"]
 
 _MASTERS, _SCHEDULER = "master_weights", "LR_Scheduler"  # Paddle's entries that are not tensors
-_NAMES = "parameter_names"  # and ours
+_NAMES = "parameter_names"  # entry of this package
 _SHOWN_KEYS = 8
-# What follows a parameter's name: an accumulator's name and its number, with the master weight's before them.
+# Suffix of a parameter's name: an accumulator's name and its number, after the master weight's if there is one.
 _ENDING = re.compile(r"_.+_\d+")
-# Adam's powers have shape [1] whatever the parameter's shape is.
+# Adam's powers have shape [1] for parameters of any shape.
 _POWER = re.compile(r".*_pow_acc_\d+")
 
 
@@ -41,9 +41,9 @@ class _Entry(NamedTuple):
     """A tensor of a state.
 
     Attributes:
-        label: where the state has it, for messages.
-        parameter: what the model calls its parameter.
-        ending: of its name, after the parameter's.
+        label: its place in the state, for messages.
+        parameter: the model's name for its parameter.
+        ending: the rest of its name after the parameter's.
         value: the tensor.
         is_master: whether it is the parameter's master weight, not an accumulator.
     """
@@ -56,7 +56,7 @@ class _Entry(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The same on all ranks."""
+        """A name that is the same on all ranks."""
         return self.parameter + self.ending
 
 
@@ -64,32 +64,30 @@ class _Entry(NamedTuple):
 def gather_optimizer_state_dict(
     optimizer: Any, layer: nn.Layer, group: Any = None, *, dst: int | None = None, to_cpu: bool = False
 ) -> dict[str, Any]:
-    """Gather the state that an optimizer would have in one process. All ranks must call it.
+    """Gather the one-process state of an optimizer. All ranks must call it.
 
-    Its tensors are copies, so the optimizer may go on. Those of experts are gathered one after the other.
+    Its tensors are copies, so the optimizer may continue. Tensors of experts are gathered one after the other.
 
     Args:
-        optimizer: one of `paddle.optimizer`; it need not have taken a step.
+        optimizer: one of `paddle.optimizer`; it need not have run a step.
         layer: the model, wrapped or not, with all parameters of the optimizer.
-        group: the ranks that share the experts, as `ExpertParallel` takes it. None: for each parameter the group that
-            it was marked with, so layers may have different groups, and all ranks if it has none; then all ranks must
-            call this.
-        dst: the only rank that gets the state, see `gather_state_dict`.
-        to_cpu: whether the tensors are returned in the host's memory, see `gather_state_dict`.
+        group: the ranks that share the experts, as in `ExpertParallel`. None: for each parameter the group of its mark,
+            so layers may have different groups, or all ranks if it has none; then all ranks must call this.
+        dst: the only rank that receives the state, see `gather_state_dict`.
+        to_cpu: whether the tensors are returned in host memory, see `gather_state_dict`.
 
     Returns:
-        ``optimizer.state_dict()``, in which what the optimizer keeps for stacked parameters [E / P, ...] of experts is
-        [E, ...], with one more entry: ``"parameter_names"``, a dict from the names of ``layer.named_parameters()`` to
-        the ``.name`` that keys begin with. `shard_optimizer_state_dict` takes it out. On other ranks than ``dst`` an
-        empty dict.
+        ``optimizer.state_dict()`` with [E, ...] tensors for stacked parameters [E / P, ...] of experts. One entry is
+        added: ``"parameter_names"``, a dict from the names of ``layer.named_parameters()`` to the ``.name`` that keys
+        begin with. `shard_optimizer_state_dict` removes it. On other ranks than ``dst`` an empty dict.
 
     Raises:
         TypeError: the optimizer has no ``state_dict``, the layer is not a layer, ``dst`` not an int, or ``to_cpu`` not
             a bool.
-        ValueError: the optimizer is one of Fleet's that keep parts of states on each rank, or has something that
-            belongs to none of the layer's parameters, or keeps for an expert's parameter neither a tensor of its shape
-            nor one number; other ranks than the group's share the experts; ``dst`` is not one of the ranks; the ranks'
-            states or their ``dst`` differ.
+        ValueError: the optimizer is one of Fleet's that store parts of states on each rank; it has a tensor of none of
+            the layer's parameters; its tensor for an expert's parameter has neither the shape of that parameter nor one
+            element; other ranks than the group's share the experts; ``dst`` is not one of the ranks; the ranks' states
+            or their ``dst`` differ.
         RuntimeError: another rank raised one of these errors.
     """
     function = "gather_optimizer_state_dict"
@@ -121,20 +119,20 @@ def gather_optimizer_state_dict(
 def shard_optimizer_state_dict(state: Mapping[str, Any], layer: nn.Layer, group: Any = None) -> dict[str, Any]:
     """Cut this rank's part out of an optimizer's whole state, for ``optimizer.set_state_dict``.
 
-    A checkpoint fits any number of ranks, one process too. Ranks do not communicate. The optimizer's tensors get the
-    names that the layer's parameters have now, whatever they had when the state was gathered; they keep their numbers,
-    so load them into the first optimizer of these parameters. Master weights go to the device of their parameter.
+    A checkpoint fits any number of ranks, also one process. Ranks do not communicate. The optimizer's tensors are
+    renamed after the present names of the layer's parameters. They keep their numbers, so load them into the first
+    optimizer of these parameters. Master weights are moved to the device of their parameter.
 
     Args:
         state: from `gather_optimizer_state_dict`, or the ``state_dict()`` of an optimizer in one process whose
-            parameters have the ``.name`` of the layer's. It holds tensors, as `paddle.load` gives them.
-        layer: the model that the optimizer is for.
-        group: the ranks that share the experts, as `ExpertParallel` takes it. None: for each parameter the group that
-            it was marked with, or all ranks if it has none.
+            parameters have the ``.name`` of the layer's. It contains tensors, as `paddle.load` returns them.
+        layer: the model of the optimizer.
+        group: the ranks that share the experts, as in `ExpertParallel`. None: for each parameter the group of its mark,
+            or all ranks if it has none.
 
     Returns:
-        the state, in which what belongs to stacked parameters of experts is [E / P, ...] instead of [E, ...]. Its
-        tensors are copies, since an optimizer keeps and changes what it is given.
+        the state, with [E / P, ...] instead of [E, ...] tensors for stacked parameters of experts. Its tensors are
+        copies, since an optimizer stores and changes the tensors that it loads.
 
     Raises:
         TypeError: the state is not a mapping or has values that are not tensors; the layer is not a layer.
@@ -156,13 +154,13 @@ def shard_optimizer_state_dict(state: Mapping[str, Any], layer: nn.Layer, group:
         if each.name in stacked:
             value = _part(value, shared_by[each.parameter])
         value = value.clone()
-        # Paddle's set_state_dict keeps the tensor itself
+        # Paddle's set_state_dict stores the tensor itself
         parts.append(each._replace(value=value.to(places[each.parameter]) if each.is_master else value))
     return _state(parts, state, names)
 
 
 def _refuse_parts_of_fleet(function: str, optimizer: Any) -> None:
-    """Refuse an optimizer that keeps a part of each state, or states of a part of the parameters, on each rank."""
+    """Raise for an optimizer that divides its states, or their parameters, between ranks."""
     each = optimizer
     while each is not None:
         if isinstance(each, (DygraphShardingOptimizer, DygraphShardingOptimizerV2, GroupShardedOptimizerStage2)):
@@ -190,9 +188,9 @@ def _entries(
 
     Args:
         function: name that begins the messages.
-        argument: what they call the state.
+        argument: their term for the state.
         state: of an optimizer.
-        names: the ``.name`` that keys begin with, by what the model calls the parameter.
+        names: the ``.name`` that keys begin with, by the model's name for the parameter.
         layer: the model.
     """
     _checks.instance(function, f"{argument}[{_NAMES!r}]", names, Mapping, "a dict of names")
@@ -236,13 +234,13 @@ def _owner(key: str, owners: Mapping[str, str]) -> str | None:
 
 
 def _stacked(function: str, entries: Iterable[_Entry], layer: nn.Layer, num_parts: Mapping[str, int]) -> set[str]:
-    """The names of those that have a row for each expert, by their shape; others of experts must be one number.
+    """Return the names of entries with a row per expert; other entries of experts must have one element.
 
     Args:
         function: name that begins the messages.
         entries: of a state.
         layer: the model.
-        num_parts: how many times as many experts as this rank's they have, by the name of the parameter; 1 by default.
+        num_parts: the factor from this rank's number of experts to theirs, by the name of the parameter; 1 by default.
     """
     parameters = {name: each for name, each in layer.named_parameters() if is_expert_parameter(each)}
     found = set()
@@ -266,7 +264,7 @@ def _part(whole: Tensor, group: Group) -> Tensor:
 
 
 def _state(entries: Iterable[_Entry], state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """A state as Paddle has it, of parameters with these names; what is in another one besides tensors stays."""
+    """Return Paddle's state of entries, with these names of parameters and the other values of ``state``."""
     made: dict[str, Any] = {}
     masters: dict[str, Tensor] = {}
     for entry in entries:

@@ -1,8 +1,8 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of experts that are spread over ranks: their marks, the ranks that share them, and the Fleet guard.
+"""Parameters of distributed experts: their marks, the ranks that share them, and the Fleet guard.
 
-The Fleet guard: optimizers of Fleet that assume the same parameters on all ranks refuse experts, which differ.
+Fleet guard: optimizers of Fleet that assume the same parameters on all ranks raise for experts, which differ.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _MAKER = "paddle_moe_ops.expert_parallel.distributed_optimizer"
 _STAGE_1 = f"parameters that all its ranks have; make the optimizer with {_MAKER}"
 _OTHERS = f"parameters that all its ranks have; shard a model with experts by stage 1, with {_MAKER}"
 _is_lifted = False
-_SHARDING_COLOR = "moe_expert"  # what programs for Fleet call it
+_SHARDING_COLOR = "moe_expert"  # the usual name in programs for Fleet
 _NO_COPIES = -1
 _connected: dict[tuple[int, ...], Group] = {}  # the same on all ranks, since all connect each of them
 
 
 @context_manager
 def fleet_guard_lifted() -> Iterator[None]:
-    """Let optimizers be made whose maker sees to it that no experts are mixed."""
+    """Lift the Fleet guard for a caller that keeps the experts of different ranks apart itself."""
     global _is_lifted
     _is_lifted = True
     try:
@@ -67,23 +67,23 @@ def fleet_guard_lifted() -> Iterator[None]:
 
 @functools.cache
 def set_fleet_guard() -> None:
-    """Let optimizers that would reduce and broadcast experts of several ranks raise a ValueError when they are made."""
+    """Install the Fleet guard: constructing an optimizer that would mix experts of several ranks raises ValueError."""
     _check_first(DygraphShardingOptimizer, lambda optimizer, *_, **__: optimizer._parameter_list, _STAGE_1)
     _check_first(DygraphShardingOptimizerV2, _without_color, _STAGE_1)
-    _check_first(HybridParallelOptimizer, _without_color, _STAGE_1)  # which may clip by another norm on each rank
+    _check_first(HybridParallelOptimizer, _without_color, _STAGE_1)  # it may clip by another norm on each rank
     _check_first(GroupShardedOptimizerStage2, lambda params, *_, **__: params, _OTHERS)
     _check_first(GroupShardedStage3, lambda layer, *_, **__: layer.parameters(), _OTHERS)
 
 
 def _without_color(optimizer: Any, *_: Any, **__: Any) -> list[Tensor]:
-    """Those of which the second sharding optimizer does not know which ranks have copies."""
+    """Return the parameters without a color, which names the ranks with copies to the second sharding optimizer."""
     listed = optimizer._parameter_list or ()
     groups = [each["params"] if isinstance(each, dict) else [each] for each in listed]
     return [each for group in groups for each in group if not isinstance(getattr(each, "color", None), dict)]
 
 
 def _check_first(kind: type, parameters_of: Callable[..., Any], expected: str) -> None:
-    """Check the parameters that objects of a class are made for."""
+    """Check the parameters in the constructor of a class."""
     make = kind.__init__  # type: ignore[misc]
 
     @functools.wraps(make)
@@ -99,10 +99,14 @@ def _check_first(kind: type, parameters_of: Callable[..., Any], expected: str) -
 
 
 def mark_expert_parameters(experts: nn.Layer, sharding_group: Any = None, *, group: Any = None) -> None:
-    """Mark the parameters of a layer as those of experts that only this rank has. `MoELayer` does so for its own.
+    """Mark the parameters of a layer as those of experts that only this rank has; `MoELayer` marks its own.
 
-    They get the attributes that Paddle looks at: ``no_sync``, so that `paddle.DataParallel` neither broadcasts them nor
-    adds up their gradients, ``expert``, by which Fleet knows them, and with a sharding group ``color``.
+    The marks are attributes that Paddle reads:
+
+    * ``no_sync``: `paddle.DataParallel` neither broadcasts the parameters nor adds up their gradients;
+    * ``expert``: Fleet treats them as experts;
+    * ``color``, with a sharding group.
+
     Paddle's deep copies of parameters lose attributes: mark a copy again, unless its experts are `nn.SwiGLUExperts`.
 
     With a group, ``sharded_state_dict()`` of the layer, and of a model that contains it, has the shapes of the experts
@@ -111,12 +115,12 @@ def mark_expert_parameters(experts: nn.Layer, sharding_group: Any = None, *, gro
 
     Args:
         experts: a layer of stacked parameters, [E / P, ...].
-        sharding_group: the ranks that hold copies of the same experts, between which Fleet's
-            ``DygraphShardingOptimizerV2`` divides their optimizer states and averages their gradients. None: the
-            attribute stays as it is, and `distributed_optimizer` sets it where it is needed.
-        group: the ranks that share the experts, as `ExpertParallel` takes it. `distributed_optimizer` and
-            ``sharded_state_dict()`` need it. If it has several ranks, optimizers of Fleet that would mix their experts
-            raise a ValueError when they are made. None: it stays as it is.
+        sharding_group: the ranks with copies of the same experts. Fleet's ``DygraphShardingOptimizerV2`` divides
+            optimizer states and averages gradients between them. None: the attribute does not change, and
+            `distributed_optimizer` sets it if necessary.
+        group: the ranks that share the experts, as in `ExpertParallel`. `distributed_optimizer` and
+            ``sharded_state_dict()`` need it. If it has several ranks, constructing an optimizer of Fleet that would mix
+            their experts raises a ValueError. None: the group does not change.
 
     Raises:
         TypeError: the layer is not a layer, or a group is not a group.
@@ -144,7 +148,7 @@ def mark_expert_parameters(experts: nn.Layer, sharding_group: Any = None, *, gro
 
 
 def copy_marks(source: nn.Layer, target: nn.Layer) -> None:
-    """Mark the parameters of a copy as those of the layer are: Paddle copies parameters without attributes."""
+    """Copy the marks of a layer's parameters to those of its copy: Paddle copies parameters without attributes."""
     for mine, other in zip(source.parameters(), target.parameters(), strict=True):
         for name in ("no_sync", "expert", "color", "expert_group_id"):
             if hasattr(mine, name):
@@ -189,20 +193,21 @@ def _sharded_state_of_marked(layer: nn.Layer, structured_name_prefix: str = "") 
 
 
 def sharding_color(copies: Group) -> dict[str, Any]:
-    """What tells Fleet's ``DygraphShardingOptimizerV2`` between which ranks to divide experts."""
+    """Return the ``color`` by which Fleet's ``DygraphShardingOptimizerV2`` divides experts between ``copies``."""
     return {"color": _SHARDING_COLOR, "group": copies}
 
 
 def is_expert_parameter(parameter: Tensor) -> bool:
-    """Tell whether `mark_expert_parameters` marked a parameter.
+    """Return True if `mark_expert_parameters` marked a parameter.
 
-    For `paddle.incubate.distributed.models.moe.ClipGradForMOEByGlobalNorm`, which clips by the norm over all ranks.
+    `paddle.incubate.distributed.models.moe.ClipGradForMOEByGlobalNorm`, which clips by the norm over all ranks, accepts
+    this function.
     """
     return bool(getattr(parameter, "expert", False))
 
 
 def start_as_one(layers: Iterable[nn.Layer | None], group: Group) -> None:
-    """Give the parameters and buffers of layers the values that the first rank of the group has."""
+    """Broadcast the parameters and buffers of layers from the first rank of the group."""
     if group.nranks == 1:
         return
     for layer in layers:
@@ -211,17 +216,17 @@ def start_as_one(layers: Iterable[nn.Layer | None], group: Group) -> None:
 
 
 def group_of_experts(parameter: Tensor, otherwise: Group) -> Group:
-    """The ranks that share the experts of a parameter, by its mark; another group if that names none."""
+    """Return the group of a parameter's mark, whose ranks share its experts; ``otherwise`` if the mark has none."""
     number = getattr(parameter, "expert_group_id", None)
     if number is None:
         return otherwise
-    if number < 0:  # this rank alone, which `group_of` returns as such
+    if number < 0:  # this rank alone, as returned by `group_of`
         return Group(0, -1, [paddle.distributed.get_rank()], name="expert_parallel_alone")
     return paddle.distributed.get_group(number) or otherwise
 
 
 def expert_group_of(parameter: Tensor) -> Group | None:
-    """The several ranks that share the experts of a parameter, if it is marked as one of them."""
+    """Return the group that shares the experts of a parameter if it has several ranks, otherwise None."""
     group = group_of_experts(parameter, Group(0, -1, [0]))
     return None if group.nranks == 1 else group
 
@@ -231,9 +236,9 @@ def check_group_of_experts(function: str, label: str, parameters: Mapping[Any, T
 
     Args:
         function: name that begins the message.
-        label: what a parameter is called, with {!r} in place of its key.
-        parameters: any.
-        group: what the caller gave.
+        label: the term for a parameter, with {!r} in place of its key.
+        parameters: any parameters, by key.
+        group: the group that the caller passed.
 
     Raises:
         ValueError: a parameter is marked as that of experts which other ranks share.
@@ -248,12 +253,12 @@ def check_group_of_experts(function: str, label: str, parameters: Mapping[Any, T
 def groups_of_experts(
     function: str, label: str, parameters: Mapping[Any, Tensor], group: Group, *, is_given: bool
 ) -> dict[Any, Group]:
-    """The ranks that share the experts of each parameter.
+    """Return the ranks that share the experts of each parameter.
 
     Args:
         function: name that begins the message.
-        label: what a parameter is called, with {!r} in place of its key.
-        parameters: those of experts.
+        label: the term for a parameter, with {!r} in place of its key.
+        parameters: parameters of experts, by key.
         group: of a parameter whose mark names none.
         is_given: whether the caller chose the group, so that it must be that of each mark.
 
@@ -266,12 +271,12 @@ def groups_of_experts(
 
 
 def are_copies_connected(parameter: Tensor, everyone: Group) -> bool:
-    """Whether `copies_of` knows the copies of a parameter, whose experts are shared by some of the ranks."""
+    """True if `connect_copies` has connected the copies of a parameter whose experts only some ranks share."""
     return getattr(parameter, "expert_copies", (None,))[0] == group_of_experts(parameter, everyone).id
 
 
 def copies_of(parameter: Tensor, everyone: Group) -> Group | None:
-    """The several ranks that have copies of the same experts as this rank, each in a group of its own, or None."""
+    """Return the ranks with copies of this rank's experts, one per group; None if there are no others."""
     if group_of_experts(parameter, everyone).ranks == everyone.ranks:
         return None
     number: int = parameter.expert_copies[1]
@@ -279,13 +284,13 @@ def copies_of(parameter: Tensor, everyone: Group) -> Group | None:
 
 
 def connect_copies(function: str, experts: Mapping[str, Tensor], everyone: Group) -> None:
-    """Let `copies_of` know the copies of parameters; every rank must call it, with parameters in the same order.
+    """Connect the copies of parameters for `copies_of`; every rank must call it, with the same order of parameters.
 
     Groups of a parameter have one size on all ranks.
 
     Args:
         function: name that begins the message.
-        experts: parameters, by what a message calls them.
+        experts: parameters by their names in messages.
         everyone: all ranks.
 
     Raises:
@@ -319,6 +324,6 @@ def _group_of(copies: tuple[int, ...], everyone: Group) -> Group | None:
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """The gradient of a parameter, in ``main_grad`` where that is set."""
+    """Return ``main_grad`` of a parameter if it is set, otherwise its ``grad``."""
     main: Tensor | None = getattr(parameter, "main_grad", None)
     return parameter.grad if main is None else main

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch and combine between ranks of one machine that write to each other's memory.
 
-A rank writes its tokens to where they are needed, in the order of the plan, and its results for others' tokens to where
-these came from. Nothing is gathered first, and nothing waits for the host. Symmetric buffers for tokens and rows come
-in pairs, which exchanges use alternately: see `Barrier`.
+A rank writes its tokens directly to the ranks of their experts, in the order of the plan, and the results for others'
+tokens back to their owners. There is no separate gather and no wait on the host. Symmetric buffers for tokens and rows
+are allocated in pairs, which exchanges use alternately: see `Barrier`.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from .symmetric_memory import BufferShape, GroupBuffers, OwnRows, RowBuffer, all
 
 __all__ = ["Peers"]
 
-_MOST_STEPS = 256  # pages, at most, that hold a whole number of rows
+_MOST_STEPS = 256  # maximum of pages for a whole number of rows
 _GROUP_COLUMNS, _PACKED_SCALES = 128, 4  # of float8
 _DISPATCH, _COMBINE = "ExpertParallel.dispatch", "ExpertParallel.combine"
 _AMAX_MIN = 1e-4  # of `quantize_1x128`
 
 
 class TokenSlot(NamedTuple):
-    """A symmetric buffer for tokens, and two views for each tensor beside them: what arrived, what peers have.
+    """A symmetric buffer for tokens, and two views for each accompanying tensor: this rank's, and its peers'.
 
     Attributes:
         rows: S rows for each rank.
         beside: uint8 [P, bytes], records or values.
-        beside_of_peers: the same.
-        codes: float8 [P * S, d]; this and what follows with float8 only.
-        codes_of_peers: the same.
+        beside_of_peers: the peers' view of it.
+        codes: float8 [P * S, d]; this and the next ones with float8 only.
+        codes_of_peers: the peers' view of it.
         scales: uint8 [P, bytes].
-        scales_of_peers: the same.
+        scales_of_peers: the peers' view of it.
     """
 
     rows: RowBuffer
@@ -61,15 +61,15 @@ class TokenSlot(NamedTuple):
 
 
 class Arrivals(NamedTuple):
-    """The tokens that arrive at a rank, R rows, some of which are no token.
+    """The tokens that arrive at a rank: R rows, some without a token.
 
     Attributes:
         ids: int32 [R, K], counted from the first expert of this rank, -1 for experts of other ranks.
-        probs: float32 [R, K], 0 where there is no id.
-        rows: int32 [R, 1], the row itself where there is a token, else -1.
-        plan: of the ids. On a GPU it has room for all of them, so that nothing waits for a number.
-        calls: int32 [P, CALL_WORDS], the calls that all ranks are in.
-        workspace: what they are made with.
+        probs: float32 [R, K], 0 without an id.
+        rows: int32 [R, 1], the row's own number, or -1 without a token.
+        plan: of the ids. On a GPU it has rows for all of them, so the host does not wait for a count.
+        calls: int32 [P, CALL_WORDS], the current calls of all ranks.
+        workspace: the temporary memory of their computation.
     """
 
     ids: Tensor
@@ -81,7 +81,7 @@ class Arrivals(NamedTuple):
 
 
 def _pairs(group: Group, like: Tensor, shapes: Sequence[BufferShape]) -> list[list[Tensor]]:
-    """Two symmetric buffers of each shape; all ranks come here."""
+    """Allocate two symmetric buffers of each shape; all ranks call it."""
     pairs = []
     for _ in range(2):
         pairs.append([view for shape in shapes for view in allocate(group, like, shape)])
@@ -94,17 +94,17 @@ class TokenChannel:
     Args:
         group: the ranks.
         barrier: of the group, on the device of tokens.
-        capacity: the most tokens that a rank sends to each rank.
+        capacity: the maximum of tokens from a rank to each rank.
         experts_per_rank: experts of a rank.
         like: [1, d], a tensor of the dtype and device of tokens.
         topk: K.
-        float8: a format of `permute` in which tokens travel, or None.
+        float8: the format of tokens on the way, one of `permute`, or None.
         timeout: seconds that a rank waits for the others.
-        step: in which all ranks make them.
+        step: the step in which all ranks allocate them.
 
     Attributes:
         rows_per_rank: S, at least the capacity.
-        scale_columns: columns of a token's scales, as `quantize_1x128` makes them; 0 without float8.
+        scale_columns: columns of a token's scales from `quantize_1x128`; 0 without float8.
     """
 
     def __init__(
@@ -150,22 +150,22 @@ class TokenChannel:
             barrier.lend(arrived)
 
     def meet(self, step: Step) -> None:
-        """Wait on the host for all ranks, before they make buffers together."""
+        """Wait on the host for all ranks, before they allocate buffers together."""
         self._barrier.meet(step, self.timeout)
 
     def wait(self, step: Step, forward_calls: Tensor | None = None) -> Tensor:
-        """Make later work wait until all ranks have come here: see `Barrier.wait`."""
+        """Let later work wait until all ranks have arrived: see `Barrier.wait`."""
         return self._barrier.wait(step, self.timeout, forward_calls)
 
     def arrivals(self, beside: Tensor, step: Step) -> Arrivals:
-        """Wait for the ranks, read what they told this one, and route it.
+        """Wait for the ranks, read their records, and route the tokens.
 
-        All of this runs beside what is called next. It may be used, and given back, after the operator rank_join has
-        waited for all of it. What was read may be used earlier, and another barrier may begin, after that operator has
-        waited for that alone.
+        This work runs concurrently with the next operators, up to the operator rank_join. If rank_join has waited for
+        all of it, the results may be used and freed. If it has waited only for the records, these may be used, and
+        another barrier may begin.
 
         Args:
-            beside: where they tell it.
+            beside: the memory of the records.
             step: the dispatch.
         """
         experts, sizes = self.experts_per_rank, (self.topk, self.rows_per_rank)
@@ -175,12 +175,12 @@ class TokenChannel:
         return Arrivals(ids, probs, rows, plan_of(maps, ids.shape[0], self.topk, experts), calls, workspace)
 
     def slot(self) -> TokenSlot:
-        """The buffers of the next exchange."""
+        """Return the buffers of the next exchange."""
         arrived, peers, *beside = self._pairs[self._barrier.next()]
         return TokenSlot(self._rows(arrived, peers), *beside)
 
     def row_slot(self, pairs: Sequence[Sequence[Tensor]]) -> RowBuffer:
-        """The buffer for rows of the next exchange, of two pairs of views."""
+        """Return the next exchange's buffer for rows, from two pairs of views."""
         return self._rows(*pairs[self._barrier.next()])
 
     def _rows(self, arrived: Tensor, peers: Tensor) -> RowBuffer:
@@ -204,20 +204,20 @@ class RowChannel:
         self.wait = tokens.wait
 
     def buffer(self) -> RowBuffer:
-        """The buffer of the next exchange; row r * K + k belongs to slot k of the token in row r."""
+        """Return the buffer of the next exchange; row r * K + k belongs to slot k of the token in row r."""
         return self._tokens.row_slot(self._pairs)
 
 
 class ArrivedTokens(NamedTuple):
-    """What a rank received; R rows, some of which are no token.
+    """The tokens that a rank received: R rows, some without a token.
 
     Attributes:
-        tokens: [R, d], zeros where there is no token; with float8 these rows may be anything.
+        tokens: [R, d], zeros in rows without a token; with float8 these rows are undefined.
         plan: the local plan of the R tokens.
         probs: float32 [R, K].
-        dropped: 0-D int32, slots of this rank's tokens that found no room.
+        dropped: 0-D int32, slots of this rank's tokens that exceeded S.
         routed: int32 [E], this rank's tokens that chose each expert.
-        trip: what `Peers.combine` needs.
+        trip: the argument of `Peers.combine`.
     """
 
     tokens: Tensor
@@ -229,13 +229,13 @@ class ArrivedTokens(NamedTuple):
 
 
 class ArrivedRows(NamedTuple):
-    """The rows that a rank received for its experts, one by one.
+    """The rows that a rank received for its experts.
 
     Attributes:
         rows: [N, d] in the order of the local plan.
         plan: the local plan of the R tokens.
         dropped: as above.
-        trip: what `Peers.combine_rows` needs.
+        trip: the argument of `Peers.combine_rows`.
     """
 
     rows: Tensor
@@ -245,18 +245,18 @@ class ArrivedRows(NamedTuple):
 
 
 class _Trip(NamedTuple):
-    """Where tokens went, and where what arrived lies."""
+    """The rows of sent tokens at other ranks, and the rows of received tokens."""
 
     channel: TokenChannel
     call: LayerCall
     ids: Tensor
     token_rows: Tensor
-    arrived: Tensor  # int32 [R, 1], the row itself where there is a token, else -1
+    arrived: Tensor  # int32 [R, 1], the row's own number, or -1 without a token
     calls: Tensor  # of all ranks in dispatch
 
 
 class _RowTrip(NamedTuple):
-    """Where the rows of slots are: at the owner in the order of its plan, at the experts in that of the local plan."""
+    """The buffer rows of slots, in the order of the owner's plan and in that of the experts' local plan."""
 
     channel: RowChannel
     call: LayerCall
@@ -265,11 +265,11 @@ class _RowTrip(NamedTuple):
     calls: Tensor  # of all ranks in dispatch
 
     def to_owners(self, rows: Tensor, step: Step, forward_calls: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Send local rows to the owners of their tokens. Returns those that arrived, and the calls of all ranks."""
+        """Send local rows to the owners of their tokens. Returns received rows, and the calls of all ranks."""
         return self._moved(rows, self.local_to_buffer, self.own_to_buffer, step, forward_calls)
 
     def to_experts(self, rows: Tensor, step: Step, forward_calls: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Send rows of the owner's plan to the ranks of their experts. Returns the same."""
+        """Send rows of the owner's plan to the ranks of their experts. Returns received rows and calls."""
         return self._moved(rows, self.own_to_buffer, self.local_to_buffer, step, forward_calls)
 
     def _moved(
@@ -284,7 +284,7 @@ class _RowTrip(NamedTuple):
 def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, step: Step, stay: bool) -> ArrivedTokens:
     """Send tokens to the ranks of their experts, and receive those of others, which may ``stay`` in the buffer.
 
-    Ids and probabilities arrive first, and are routed while the tokens travel and are copied. Which rows are fetched
+    Ids and probabilities arrive first, and are routed during the transfer of the tokens. The choice of fetched rows
     depends on the call, never on gradients, since both ranks of a pair write to the same region.
     """
     slot, sizes = channel.slot(), (channel.experts_per_rank, channel.rows_per_rank)
@@ -317,7 +317,7 @@ def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, step: St
 
 
 class _Dispatch(Call):
-    """Tokens and their probabilities in one node, so that all ranks send the gradients in one order."""
+    """A call that sends tokens and probabilities; with one node, all ranks send the gradients in one order."""
 
     function = _DISPATCH
 
@@ -333,7 +333,7 @@ class _Dispatch(Call):
         (x, ids, probs), self.given = self.given, ()
         self.arrived = _sent(x, ids, probs, self.channel, self.step, self.stay)
         tokens, their_probs = self.arrived.tokens, self.arrived.probs
-        self.arrived = self.arrived._replace(tokens=None, probs=None)  # which connect gives
+        self.arrived = self.arrived._replace(tokens=None, probs=None)  # connect returns these
         return tokens, their_probs
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
@@ -350,13 +350,13 @@ class _Dispatch(Call):
 
 
 class Peers:
-    """Exchanges of one group through shared memory.
+    """The exchanges of one group through symmetric buffers.
 
     Args:
-        buffers: those of the group, whose ranks are on one machine.
-        capacity: the most tokens that a rank sends to each rank.
+        buffers: the buffers of the group, whose ranks are on one machine.
+        capacity: the maximum of tokens from a rank to each rank.
         experts_per_rank: experts of a rank.
-        float8: a format of `permute` in which tokens travel, or None.
+        float8: the format of tokens on the way, one of `permute`, or None.
         timeout: seconds that a rank waits for the others.
     """
 
@@ -372,7 +372,7 @@ class Peers:
 
         Args:
             x: [T, d].
-            ids: [T, K], -1 where a slot does not count.
+            ids: [T, K], -1 for slots that do not count.
             probs: float32 [T, K].
             step: the dispatch.
         """
@@ -382,14 +382,14 @@ class Peers:
         return arrived._replace(tokens=tokens, probs=their_probs)
 
     def dispatch_rows(self, x: Tensor, ids: Tensor, probs: Tensor, plan: Plan, step: Step) -> ArrivedRows:
-        """Send tokens to the ranks of their experts, which make rows of them; differentiable in x.
+        """Send tokens to the ranks of their experts, which permute them to rows; differentiable in x.
 
-        In the backward pass every row's gradient travels, so that a token's gradient is one sum over its rows.
+        The backward pass sends every row's gradient, so that a token's gradient is one sum over its rows.
 
         Args:
             x: [T, d].
-            ids: [T, K], -1 where a slot does not count.
-            probs: float32 [T, K], which travel as well, but are not used there.
+            ids: [T, K], -1 for slots that do not count.
+            probs: float32 [T, K], sent as well, but unused by the receiver.
             plan: of the T tokens over all experts.
             step: the dispatch.
         """
@@ -412,11 +412,11 @@ class Peers:
         return found[0]._replace(rows=rows)
 
     def combine(self, out: Tensor, trip: _Trip) -> Tensor:
-        """The sums of each token's rows of all ranks; differentiable.
+        """Return the sums of each token's rows of all ranks; differentiable.
 
         Args:
-            out: [R, d] in the order in which tokens arrived.
-            trip: what `dispatch` gave.
+            out: [R, d] in the order of the received tokens.
+            trip: from `dispatch`.
         """
 
         step, calls = combine_step(trip.call, out), []
@@ -437,11 +437,11 @@ class Peers:
         return linear(_COMBINE, None, out, there, back)
 
     def combine_rows(self, out: Tensor, trip: _RowTrip) -> Tensor:
-        """The rows of the experts at the owners of their tokens, in the order of the owner's plan; differentiable.
+        """Send rows of experts to the owners of their tokens; returns them in the owner's order; differentiable.
 
         Args:
             out: [N, d] in the order of the local plan.
-            trip: what `dispatch_rows` gave.
+            trip: from `dispatch_rows`.
         """
         step, calls = combine_step(trip.call, out), []
 
@@ -456,7 +456,7 @@ class Peers:
         return linear(_COMBINE, None, out, there, back)
 
     def _tokens(self, x: Tensor, ids: Tensor, step: Step) -> TokenChannel:
-        """The buffers for tokens, which layers of one kind share; the first time all ranks come here."""
+        """Return the buffers for tokens, which layers of one kind share; all ranks allocate them together."""
         sizes, topk = (self._capacity, self._experts), ids.shape[1]
         key = x.shape[1], x.dtype, str(x.place), *sizes, topk, self._float8, self._timeout
         channel: TokenChannel | None = self._buffers.find(key)
@@ -466,7 +466,7 @@ class Peers:
         return channel
 
     def _barrier(self, x: Tensor) -> Barrier:
-        """The barrier on the device of tokens; the first time all ranks come here."""
+        """Return the barrier on the device of tokens; all ranks create it together."""
         key = Barrier, str(x.place)
         return self._buffers.find(key) or self._buffers.keep(key, Barrier(self._group, _like(x)))
 
@@ -480,5 +480,5 @@ class Peers:
 
 
 def _like(x: Tensor) -> Tensor:
-    """A tensor of the dtype and device of tokens, which keeps none of them alive."""
+    """Return a tensor of the dtype and device of tokens that keeps none of them alive."""
     return filled([1, x.shape[1]], 0, x.dtype, like=x)

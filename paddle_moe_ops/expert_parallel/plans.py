@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of ranks: which tokens go to which rank, and how the rows of the local experts go back."""
+"""Plans over ranks: the tokens for each rank, and the order in which rows of local experts are sent back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BY_ROW = ("row_to_token", "row_to_slot", "row_to_expert")
 
 
 def local_plan(ids: Tensor, num_experts: int) -> Plan:
-    """The plan of tokens that arrived; on a GPU it has room for all their slots, so that nothing waits for a number.
+    """Return the plan of received tokens; on a GPU it has rows for all slots, so the host does not wait for a count.
 
     Args:
         ids: int32 [R, K], counted from the first expert of this rank, -1 for experts of other ranks.
@@ -43,27 +43,27 @@ def local_plan(ids: Tensor, num_experts: int) -> Plan:
 
 
 def plan_of_ranks(ids: Tensor, num_ranks: int, experts_of_rank: int, capacity: int | None) -> Plan:
-    """A plan over ranks instead of experts: a token has one row for each rank that has one of its experts.
+    """Return a plan over ranks instead of experts: a token has one row for each rank with one of its experts.
 
-    Nothing waits for the number of rows: the plan has room for the most that there can be.
+    The plan has the maximal number of rows, so the host does not wait for the actual one.
 
     Args:
         ids: int32 [T, K], experts of each token, -1 for none.
         num_ranks: P.
         experts_of_rank: E / P.
-        capacity: the most tokens that a rank gets, or None.
+        capacity: the maximum of tokens per rank, or None.
     """
     num_tokens, topk = ids.shape
     if num_tokens == 0:
         mask = filled([0, num_ranks], False, "bool", like=ids)
     else:
-        rank = ids // experts_of_rank  # rounds down, so what is below 0 stays there
+        rank = ids // experts_of_rank  # rounds down, so negative ids stay negative
         mask = (rank.unsqueeze(-1) == paddle.arange(num_ranks, dtype="int32")).any(axis=1)
     return route(mask, buffer_size=num_tokens * min(num_ranks, topk), capacity=capacity, validate=False)
 
 
 def trimmed(plan: Plan, num_rows: int) -> Plan:
-    """The plan with a buffer of just the rows that exist."""
+    """Return the plan with a buffer of the first ``num_rows`` rows only."""
     return plan._replace(**{name: getattr(plan, name)[:num_rows] for name in _BY_ROW}, num_rows=num_rows)
 
 
@@ -72,25 +72,25 @@ class Chunks(NamedTuple):
 
     Attributes:
         sizes: int32 [C], rows of each chunk in the order (expert, rank), which is that of the local plan.
-        to_ranks: int32 [C], the chunks in the order (rank, expert), in which they travel.
+        to_ranks: int32 [C], the chunks in the order (rank, expert), in which they are sent.
     """
 
     sizes: Tensor
     to_ranks: Tensor
 
     def by_rank(self, rows: Tensor) -> Tensor:
-        """The rows in the order in which they travel; differentiable."""
+        """Return the rows in the order in which they are sent; differentiable."""
         return sort_chunks(rows, self.sizes, self.to_ranks)[0]
 
 
 class EqualParts(NamedTuple):
-    """What ranks send if each sends the same number of lines, S, to each.
+    """The lines of an exchange in which each rank sends the same number of lines, S, to each.
 
     Attributes:
         to_ranks: a plan for `permute` and `unpermute`, whose row p * S + i is line i for rank p.
         ids: int32 [P * S, K] of the lines, counted from the first expert of their rank; ids outside its range are not
             experts of that rank.
-        dropped: 0-D int32, slots whose token found no room.
+        dropped: 0-D int32, slots whose token exceeded S.
     """
 
     to_ranks: Plan
@@ -101,7 +101,7 @@ class EqualParts(NamedTuple):
 def equal_parts(
     ids: Tensor, probs: Tensor, num_ranks: int, experts_of_rank: int, rows_of_rank: int, like: Tensor
 ) -> EqualParts:
-    """Spread tokens over ranks.
+    """Return S lines for each rank with the tokens for its experts.
 
     Args:
         ids: int32 [T, K], experts of each token, -1 for none.
@@ -109,7 +109,7 @@ def equal_parts(
         num_ranks: P.
         experts_of_rank: E / P.
         rows_of_rank: S.
-        like: a tensor that tells where the maps are to lie.
+        like: a tensor on the device of the maps.
     """
     if resolve("route", ids) is compiled_backend:
         return _equal_parts_by_operators(ids, probs.detach(), num_ranks, experts_of_rank, rows_of_rank)
@@ -122,7 +122,7 @@ def equal_parts(
 def _equal_parts_by_operators(
     ids: Tensor, probs: Tensor, num_ranks: int, experts_of_rank: int, rows_of_rank: int
 ) -> EqualParts:
-    """The same by the operators of transport="peer", as if this rank were every other rank."""
+    """As `equal_parts`, by the operators of transport="peer" with this rank in place of every other rank."""
     topk, num_rows, num_experts = ids.shape[1], num_ranks * rows_of_rank, num_ranks * experts_of_rank
     records = filled([num_ranks, HEADER + 8 * rows_of_rank * topk], 0, "uint8", like=ids)
     sizes = experts_of_rank, rows_of_rank, rows_of_rank
@@ -139,12 +139,12 @@ def _equal_parts_by_operators(
 
 
 def spread(plan: Plan, rows_of_rank: int, like: Tensor) -> Plan:
-    """A plan of ranks in which each rank has the same number of rows; rows without a token come last.
+    """Return a plan over ranks with the same number of rows for each rank; its rows without a token are last.
 
     Args:
-        plan: a plan of ranks.
-        rows_of_rank: that number.
-        like: a tensor that tells where the maps are to lie.
+        plan: a plan over ranks.
+        rows_of_rank: the number of rows per rank.
+        like: a tensor on the device of the maps.
     """
     num_ranks = plan.num_experts
     num_rows = num_ranks * rows_of_rank
@@ -154,7 +154,7 @@ def spread(plan: Plan, rows_of_rank: int, like: Tensor) -> Plan:
     slot_to_row, token_rows = plan.slot_to_row, plan.token_rows
     if ranks.shape[0]:
         shift = expert_offsets[:-1] - offsets[:-1]
-        # One more row takes those that have no token.
+        # An extra row collects those without a token.
         places = numbers_of(ranks) + paddle.gather(shift, ranks.clip(min=0))
         places = paddle.where(ranks >= 0, places, paddle.full_like(places, num_rows))
         for name in _BY_ROW:
@@ -172,11 +172,11 @@ def _moved(rows: Tensor, places: Tensor) -> Tensor:
 
 
 def local_ids_of(ids: Tensor, to_ranks: Plan, experts_of_rank: int, *, has_gaps: bool) -> Tensor:
-    """The ids [R, K] of the tokens that are sent, counted from the first expert of their rank; -1: on another rank.
+    """Return the ids [R, K] of sent tokens, counted from the first expert of their rank; -1: on another rank.
 
     Args:
         ids: int32 [T, K].
-        to_ranks: their plan of ranks.
+        to_ranks: their plan over ranks.
         experts_of_rank: E / P.
         has_gaps: whether the plan may have rows without a token.
     """
@@ -192,7 +192,7 @@ def local_ids_of(ids: Tensor, to_ranks: Plan, experts_of_rank: int, *, has_gaps:
 
 
 def chunks_of(of_experts: list[list[int]], like: Tensor) -> Chunks:
-    """The chunks of the rows of [rank, local expert], where another tensor lies."""
+    """Return the chunks of the rows of [rank, local expert], on the device of ``like``."""
     size, experts = len(of_experts), len(of_experts[0])
     sizes = [of_experts[rank][expert] for expert in range(experts) for rank in range(size)]
     order = [expert * size + rank for rank in range(size) for expert in range(experts)]
@@ -201,10 +201,10 @@ def chunks_of(of_experts: list[list[int]], like: Tensor) -> Chunks:
 
 
 def weights_by_row(probs: Tensor, plan: Plan) -> Tensor:
-    """Probabilities by row for `combine`, before which the caller may write others to the memory of these."""
+    """Return probabilities by row for `combine`: a copy, so the caller may overwrite the originals before that."""
     return resolve("unpermute", probs).slots_to_rows(probs, plan)
 
 
 def kept_ids(ids: Tensor, plan: Plan) -> Tensor:
-    """The ids as int32, -1 where a slot was dropped."""
+    """Return the ids as int32, -1 for dropped slots."""
     return paddle.where(plan.slot_to_row >= 0, ids.astype("int32"), paddle.full_like(plan.slot_to_row, -1))
