@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch and combine over the ranks that share the experts."""
+"""Dispatch and combine of tokens over the ranks that share the experts."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ _OF_TOKENS, _OF_ROWS = "the tokens of received", "the rows of received"
 
 @dataclass(frozen=True, eq=False)
 class Received:
-    """What a rank received for its experts. T tokens are this rank's own, R those that arrived, N their rows.
+    """The tokens that a rank received for its experts: T are its own tokens, R the received ones, N their rows.
 
     Attributes:
-        plan: the local plan: where the rows of the R tokens are, over the experts of this rank.
-        rows: with ``combine="exact"`` [N, d], the rows of the local experts in expert order; else None.
-        tokens: with ``combine="reduced"`` [R, d], the tokens that arrived, in the order of ranks; else None.
-        probs: with ``combine="reduced"`` float32 [R, K], their probabilities; else None.
-        tokens_per_expert: rows of each local expert, E / P ints, for `grouped_gemm`; an int32 tensor with
-            ``tokens_per_rank``, where ``rows`` on a GPU has room for more of them.
+        plan: the local plan, which maps the R tokens to rows of this rank's experts.
+        rows: with ``combine="exact"`` [N, d], the rows of the local experts in expert order; otherwise None.
+        tokens: with ``combine="reduced"`` [R, d], the received tokens, in the order of ranks; otherwise None.
+        probs: with ``combine="reduced"`` float32 [R, K], their probabilities; otherwise None.
+        tokens_per_expert: rows of each local expert, E / P ints, for `grouped_gemm`. With ``tokens_per_rank`` an int32
+            tensor; ``rows`` on a GPU then has more rows than its sum.
         routed_per_expert: int32 [E], slots of this rank's own tokens by expert, dropped ones included.
-        dropped_slots: 0-D int32, those of them that were dropped for the capacity or for lack of room.
+        dropped_slots: 0-D int32, number of them dropped by ``capacity`` or ``tokens_per_rank``.
     """
 
     plan: Plan
@@ -72,33 +72,33 @@ class Received:
 
 @dataclass(frozen=True, eq=False)
 class _WayBack:
-    """What `combine` needs."""
+    """The state of a dispatch for `combine`."""
 
-    counts: Counts  # rows, or tokens, that go back
+    counts: Counts  # of the rows, or tokens, to send back
     chunks: Chunks | None
-    plan: Plan  # of the rows, or parts, that come back to this rank's tokens
+    plan: Plan  # of the rows, or parts, that return to this rank's tokens
     weights: Tensor | None  # by row of the plan
     call: LayerCall
 
 
 @dataclass(frozen=True, eq=False)
 class _WayBackToPeers:
-    """What `combine` needs where ranks write to each other's memory."""
+    """The state of a dispatch for `combine` with transport "peer" or "deepep"."""
 
     peers: Peers | DeepEP
     trip: Any
-    num_lines: int  # tokens, or rows, that arrived, or could have
-    plan: Plan | None  # of the rows that come back, if they come one by one
+    num_lines: int  # received tokens or rows, or their maximum
+    plan: Plan | None  # of the rows that return, with combine="exact"
     weights: Tensor | None  # by row of the plan
 
 
 class ExpertParallel:
-    """Experts that are spread over the ranks of a group: rank r has the experts from r * E / P on.
+    """The exchange of tokens between the ranks of a group, where rank r has the experts from r * E / P on.
 
-    A token travels once to each rank that has one of its experts. `dispatch` gives each rank the tokens for its
-    experts; `combine` gives every token the sum of what its experts made of it. Both are differentiable, and all ranks
-    must call them, and their backward passes, in the same order. That includes a rank without tokens: its loss must
-    depend on what `combine` returned. The backward pass runs once.
+    `dispatch` sends each token once to every rank that has one of its experts; `combine` returns every token's weighted
+    sum of expert outputs. Both are differentiable, and all ranks must call them, and their backward passes, in the same
+    order. That includes a rank without tokens: its loss must depend on the result of `combine`. The backward pass runs
+    once.
 
     Host synchronisation: each `dispatch` waits once, for the numbers of tokens that the others send. It does not wait
     with ``tokens_per_rank`` and `paddle.distributed.alltoall_single` or "peer".
@@ -107,29 +107,28 @@ class ExpertParallel:
         num_experts: E, the experts of all ranks together, a multiple of the number of ranks.
         group: the ranks, a group of `paddle.distributed`; None: all ranks, or this process alone where
             `paddle.distributed` was not initialised.
-        combine: "exact": the rows of the experts travel back one by one, and the owner of a token adds them up, so that
-            the result and all gradients have the bits of one process with all experts, given the same products.
-            "reduced": each rank adds up its rows of a token, and one sum for each rank travels: K (P - 1) / P rows a
-            token become less than P, each rounded to the dtype on the way.
-        payload: what tokens travel as in `dispatch`: "fp8_1x128" or "fp8_1x128_ue8m0", float8 with a scale for each 128
-            columns as `quantize_1x128` makes them, half the bytes; they arrive in their own dtype. Gradients go
-            straight through and travel unrounded. None: tokens travel as they are.
+        combine: "exact": ranks send back every row of their experts, and the owner of a token adds them up. The result
+            and all gradients are bitwise those of one process with all experts, if the GEMMs are. "reduced": each rank
+            adds up its rows of a token and sends back one sum. This sends less than P instead of K (P - 1) / P rows per
+            token, each rounded to the dtype.
+        payload: the format of tokens in `dispatch`: "fp8_1x128" or "fp8_1x128_ue8m0", float8 with a scale for each 128
+            columns as in `quantize_1x128`, half the bytes; received tokens have their own dtype. Gradients are
+            straight-through and sent unrounded. None: tokens are sent in their own dtype.
         tokens_per_rank: with ``combine="reduced"`` or ``transport="peer"``, the number of lines that each rank sends to
-            each, those without a token included. Sizes are then the same in every call and nothing waits for a number.
-            What has no room is dropped, the last tokens first, and counted in ``dropped_slots``. None: as many as there
-            are.
+            each, lines without a token included. Sizes are then the same in every call and the host waits for no count.
+            Tokens beyond this number are dropped, the last ones first, and counted in ``dropped_slots``. None: the
+            number varies.
         transport: "alltoall": `paddle.distributed.alltoall_single`; "gloo": for CPU tensors; "auto": one of the two, by
-            the group. "peer": ranks of one machine write to each other's memory, on GPUs over NVLink; nothing waits for
-            the host. It needs the compiled operators, and ``tokens_per_rank``, which is rounded up so that parts are
-            whole pages. Its memory, twice what may arrive for each width and dtype of tokens, and with
-            ``combine="exact"`` twice as many rows for each of K slots, is shared by the layers of the group; see
-            `close`.
+            the group. "peer": ranks of one machine write to each other's memory, on GPUs over NVLink; the host waits for nothing.
+            It needs the compiled operators, and ``tokens_per_rank``, which is rounded up so that parts are whole pages.
+            The layers of the group share its symmetric buffers: twice the maximum of received tokens for each width and
+            dtype, and with ``combine="exact"`` twice K rows for each of these tokens; see `close`.
             "deepep": DeepEP, if Paddle's wheel has it, for bfloat16 with ``combine="reduced"`` and neither ``payload``
             nor ``tokens_per_rank``; not yet run on a GPU.
-        timeout: seconds that a rank waits for the others before it raises a RuntimeError that names the ranks that did
-            not come. With "alltoall" a rank waits in `dispatch` only, and there without ``tokens_per_rank``; with
-            "gloo" in every exchange; with "peer" too, on a GPU in a kernel, which prints the rank and fails. DeepEP has
-            a limit of its own. If a rank does not come, end the process: exchanges that have begun never finish.
+        timeout: seconds that a rank waits for the others before it raises a RuntimeError that names the absent ranks.
+            With "alltoall" a rank waits only in `dispatch` without ``tokens_per_rank``; with "gloo" and "peer" in every
+            exchange. On a GPU, "peer" waits in a kernel, which prints the rank and fails. DeepEP has its own limit. If
+            a rank does not arrive, end the process: exchanges that have begun never finish.
 
     Attributes:
         group: the group.
@@ -160,7 +159,7 @@ class ExpertParallel:
         options: dict[str, Any] = {"combine": combine, "payload": payload, "tokens_per_rank": tokens_per_rank}
         options |= {"transport": transport, "timeout": timeout}
         group = group_of(_NAME, group)
-        # before a check that fails on one rank makes the others wait for it
+        # before any check that may fail on one rank, for which the others would wait
         agree(_NAME, group, {"num_experts": num_experts, **options})
         self._begin(num_experts, group, **options)
 
@@ -221,31 +220,31 @@ class ExpertParallel:
             x: [T, d] bfloat16, float16 or float32; T may differ between ranks, and be 0.
             ids: int32 or int64 [T, K], experts of each token, -1 for none.
             probs: float32 [T, K].
-            capacity: slots of this rank's tokens that an expert takes at most; the others are dropped. None: no limit.
-            validate: as in `route`. True also raises, on every rank, where a rank's tokens are not finite (without
+            capacity: maximum of this rank's slots per expert; the others are dropped. None: no limit.
+            validate: as in `route`. True also raises, on every rank, if a rank's tokens are not finite (without
                 ``tokens_per_rank``, and not with "deepep").
             copy: False: with ``transport="peer"`` under ``paddle.no_grad``, ``received.tokens`` is a view of memory
                 that ranks share. Read it before the next dispatch, combine or backward pass of any layer of the group:
                 from then on other ranks overwrite it, and a backward pass that would read it raises a RuntimeError.
-                Rows without a token are not zeros then, and not with ``payload`` either. The same on all ranks, whether
-                gradients are enabled there or not.
+                Rows without a token are then undefined, as with ``payload``. The argument is the same on all ranks,
+                with gradients enabled or not.
 
         Returns:
-            what arrived, for the local experts and for `combine`.
+            the received tokens, for the local experts and for `combine`.
 
         Raises:
             TypeError: an argument of the wrong type or dtype.
-            ValueError: an argument of the wrong value or shape; bad data (see ``validate``); ``x`` wants a gradient on
-                some ranks only (without ``tokens_per_rank`` and "deepep", which leave no time to ask).
-            RuntimeError: a rank did not answer or did not come in time (see ``timeout``), or raised one of these errors
-                (without ``tokens_per_rank`` and "deepep"); this object was closed, or its group destroyed.
+            ValueError: an argument of the wrong value or shape; bad data (see ``validate``); ``x`` requires a gradient
+                on some ranks only (not checked with ``tokens_per_rank`` or "deepep").
+            RuntimeError: a rank did not arrive in time (see ``timeout``), or raised one of these errors (not reported
+                with ``tokens_per_rank`` or "deepep"); this object was closed, or its group destroyed.
         """
         with telling_of_errors(self):
             copy = _checks.flag(_DISPATCH, "copy", copy)
         return _dispatch(x, ids, probs, self, capacity, validate, copy)
 
     def combine(self, out: Tensor, received: Received) -> Tensor:
-        """Give this rank's tokens the sums, weighted with their probabilities, of what their experts made of them.
+        """Return the weighted sums of expert outputs of this rank's tokens.
 
         Differentiable in ``out``, and with ``combine="exact"`` in the ``probs`` of `dispatch`. Deterministic:
         sums are in float32 in the order of experts, rounded once; with "reduced" in the order of ranks, over parts that
@@ -253,8 +252,8 @@ class ExpertParallel:
 
         Args:
             out: with ``combine="exact"`` [N, d] in the order of ``received.rows``, not weighted; with "reduced" [R, d]
-                in the order of ``received.tokens``, weighted sums, as `moe_mlp` gives them.
-            received: what `dispatch` returned.
+                in the order of ``received.tokens``, weighted sums, as `moe_mlp` returns them.
+            received: the result of `dispatch`.
 
         Returns:
             [T, d].
@@ -290,14 +289,14 @@ class ExpertParallel:
         self._peers, self._is_closed = None, True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
-        """A copy of a layer exchanges with the same ranks; connections are not copied."""
+        """Return a layer with the same ranks and its own number; connections are not copied."""
         made = copying.copy(self)
         made._layer, made._calls = self._layer.of_copy(), 0
         made._unread = None if self._unread is None else []
         return made
 
     def _dispatch_step(self, x: Tensor, ids: Tensor, probs: Tensor, copies: bool = True) -> Step:
-        """The step of the next dispatch."""
+        """Return the step of the next dispatch."""
         form = x.shape[1], ids.shape[1], _checks.SUM_DTYPES.index(x.dtype)
         mode = Mode.COMBINE_BACKWARD if paddle.is_grad_enabled() else Mode.NONE
         if wants_gradient(x) or (self.combines == "reduced" and wants_gradient(probs)):
@@ -316,7 +315,7 @@ class ExpertParallel:
 
 
 def parallel_of_agreed(num_experts: int, group: Group, **options: Any) -> ExpertParallel:
-    """Make an `ExpertParallel` of arguments that its ranks are known to agree on, without asking them again."""
+    """Create an `ExpertParallel` from arguments on which the ranks agree, without another exchange."""
     made = ExpertParallel.__new__(ExpertParallel)
     made._begin(num_experts, group, **options)
     return made
@@ -324,7 +323,7 @@ def parallel_of_agreed(num_experts: int, group: Group, **options: Any) -> Expert
 
 @context_manager
 def telling_of_errors(ep: ExpertParallel) -> Iterator[None]:
-    """Tell the ranks that wait for numbers of tokens, if any do, of an error that this rank raises inside.
+    """Signal an error in the block to the ranks that wait for numbers of tokens, if any.
 
     Raises:
         RuntimeError: the layer was closed.
@@ -348,7 +347,7 @@ def _dispatch(
     with telling_of_errors(ep):
         _check_arguments(x, ids, probs)
         plan = _plan(ids, probs, ep, capacity, validate)
-    # without a capacity all that is an id is kept, and what is none goes to no rank; int64 may not fit
+    # without a capacity all ids are kept, and other values are sent to no rank; int64 may not fit
     kept = ids if capacity is None and ids.dtype == paddle.int32 else kept_ids(ids, plan)
     kept, step = beside(kept, x), ep._dispatch_step(x, ids, probs)
     if ep.tokens_per_rank is not None:
@@ -384,12 +383,12 @@ def _check_arguments(x: Tensor, ids: Tensor, probs: Tensor) -> None:
 
 
 def _plan(ids: Tensor, probs: Tensor, ep: ExpertParallel, capacity: int | None, validate: bool | None) -> Plan:
-    """Make the plan of this rank's tokens over all experts."""
+    """Return the plan of this rank's tokens over all experts."""
     slots = ids.shape[0] * ids.shape[1]
     with _checks.renaming("route", _DISPATCH, routing="ids"):
         return route(
             ids,
-            probs.detach() if validate is True else None,  # only to look at them
+            probs.detach() if validate is True else None,  # only to check them
             num_experts=ep.num_experts,
             buffer_size=slots,
             capacity=capacity,
@@ -400,7 +399,7 @@ def _plan(ids: Tensor, probs: Tensor, ep: ExpertParallel, capacity: int | None, 
 def _dispatch_equal_parts(
     x: Tensor, probs: Tensor, ids: Tensor, plan: Plan, ep: ExpertParallel, step: Step
 ) -> Received:
-    """Send equally many lines to every rank, some of which hold no token, so that nothing waits for a number."""
+    """Send the same number of lines to every rank, some without a token, so that the host waits for no count."""
     equal = [ep.tokens_per_rank or 0] * ep.group.nranks
     tokens = Counts(ep._transport, equal, equal, ep.payload)
     parts = equal_parts(ids, probs, ep.group.nranks, ep.num_local_experts, ep.tokens_per_rank or 0, like=x)
@@ -432,7 +431,7 @@ def _dispatch_to_peers(
     step = ep._dispatch_step(x, ids, probs, copy)
     if isinstance(peers, Peers) and ep.combines == "reduced" and capacity is None:
         if ids.shape[1] == 0 or _checks.validation(_DISPATCH, validate, ids) is not Validation.OFF:
-            _plan(ids, probs, ep, capacity, validate)  # which says what is wrong
+            _plan(ids, probs, ep, capacity, validate)  # raises the error
         got = peers.dispatch(x, ids, probs, step)
         ep._calls += 1
         return _tokens_of_peers(got, peers, ep, got.routed, got.dropped)
@@ -459,7 +458,7 @@ def _dispatch_to_peers(
 
 
 def _tokens_of_peers(got: Any, peers: Peers | DeepEP, ep: ExpertParallel, routed: Tensor, dropped: Tensor) -> Received:
-    """What arrived as whole tokens."""
+    """Return received tokens with ``combine="reduced"``."""
     local = got.plan
     return Received(
         plan=local,

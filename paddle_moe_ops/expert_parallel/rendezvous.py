@@ -1,9 +1,9 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rendezvous of a group's ranks: on the host for a limited time, and on the device as a barrier in symmetric memory.
+"""Rendezvous of a group's ranks: on the host with a time limit, and on the device as a barrier in symmetric memory.
 
-On the host nothing is sent while all ranks come. A rank that has waited for a while says so in the store of
-`paddle.distributed`, so those that give up can tell who did not come.
+On the host, a rendezvous without delay needs no messages. A rank that has waited for a while announces this in the
+store of `paddle.distributed`, so a rank whose time is up can name the absent ranks.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ __all__ = ["DEFAULT_TIMEOUT_S", "Barrier", "Rendezvous", "checked_timeout"]
 
 DEFAULT_TIMEOUT_S = 600.0
 _LEAST_S, _MOST_S = 0.001, 1e6
-_QUIET_S = 1.0  # after which a rank says that it waits
-_NAP_S = 0.01  # between questions from then on
+_QUIET_S = 1.0  # until a rank announces that it waits
+_NAP_S = 0.01  # between polls from then on
 _STORE_S = 5.0  # for the store to answer
 _Result = TypeVar("_Result")
-_IsDone = Callable[[float], bool]  # waits for so many seconds at most
+_IsDone = Callable[[float], bool]  # waits for at most this number of seconds
 _MODES_DIFFER = 2  # PMO_GRADIENT_MODES_DIFFER
 _EXCHANGE = 4  # the word of a call that is the number of the exchange
 
 
 def checked_timeout(function: str, value: Any) -> float:
-    """Check the seconds for which a rank is to wait."""
+    """Return a timeout in seconds as a float; raises if it is not a number in range."""
     seconds = _checks.number(function, "timeout", value)
     if not _LEAST_S <= seconds <= _MOST_S:
         _checks.bad_value(function, "timeout", f"a number of seconds from {_LEAST_S:g} to {_MOST_S:g}", value)
@@ -51,11 +51,11 @@ def checked_timeout(function: str, value: Any) -> float:
 
 
 class Rendezvous:
-    """What all ranks of a group do together, in the same order. One that waits too long for the others raises.
+    """The rendezvous of a group's ranks on the host, in the same order; a rank that waits too long raises.
 
     Args:
         group: the ranks.
-        seconds: how long a rank waits.
+        seconds: the time limit of each rendezvous.
     """
 
     def __init__(self, group: Group, seconds: float) -> None:
@@ -63,13 +63,13 @@ class Rendezvous:
         self._waits = _waits_of(group)
 
     def call(self, function: str, work: Callable[[], _Result]) -> _Result:
-        """The result of work that blocks until all ranks came.
+        """Return the result of work that blocks until all ranks have arrived.
 
-        It runs in a thread of its own, which keeps waiting if they do not come.
+        The work runs in its own thread, which keeps waiting if a rank does not arrive.
 
         Args:
             function: name that begins the message.
-            work: what to do.
+            work: the function to run.
 
         Raises:
             RuntimeError: it took too long, or failed.
@@ -97,7 +97,7 @@ class Rendezvous:
                 now = time.monotonic()
                 if now >= end:
                     return False
-                if now - begin > _QUIET_S:  # before that each question is worth its time
+                if now - begin > _QUIET_S:  # until then, busy polling is worth its time
                     time.sleep(min(_NAP_S, end - now))
             return True
 
@@ -105,7 +105,7 @@ class Rendezvous:
         task.wait()
 
     def largest(self, function: str, numbers: Tensor) -> None:
-        """Replace each number by the largest one that a rank has in its place.
+        """Replace each number by its maximum over the ranks.
 
         Args:
             function: name that begins the message.
@@ -115,7 +115,7 @@ class Rendezvous:
             RuntimeError: it took too long, or failed.
         """
         how: dict[str, Any] = {"op": paddle.distributed.ReduceOp.MAX, "group": self._group}
-        if is_gloo(self._group):  # whose collectives always block
+        if is_gloo(self._group):  # gloo's collectives always block
             self.call(function, lambda: paddle.distributed.all_reduce(numbers, **how))
         else:
             with self.naming_ranks(function, counts=True):  # devices that are not asynchronous fail here
@@ -124,14 +124,14 @@ class Rendezvous:
 
     @context_manager
     def naming_ranks(self, function: str, *, counts: bool = False) -> Iterator[None]:
-        """Turn the error of a transfer into one that names the ranks that ended.
+        """Convert the error of a transfer to one that names the ranks that ended.
 
-        The others fail as well, or wait, and say so in the store.
+        The other ranks fail or wait, and announce this in the store.
 
         Args:
             function: name that begins the message.
-            counts: whether the transfer is a rendezvous of its own, and not a part of a `call`. What a rank said of a
-                rendezvous before says nothing about this one then.
+            counts: whether the transfer is its own rendezvous, and not a part of a `call`. If so, announcements for
+                earlier rendezvous do not count.
 
         Raises:
             RuntimeError: the transfer failed.
@@ -140,7 +140,7 @@ class Rendezvous:
             self._waits.arrive()
         try:
             yield
-        except (RuntimeError, OSError, ValueError) as error:  # what backends of paddle.distributed raise
+        except (RuntimeError, OSError, ValueError) as error:  # errors of the backends of paddle.distributed
             lines = str(error).strip().splitlines() or ["no reason given"]
             self._waits.announce()
             absent = self._absent(_nap, min(_QUIET_S, self._seconds / 4))
@@ -174,9 +174,9 @@ class Rendezvous:
         raise RuntimeError(f"{function}: rank {ranks[self._group.rank]} waited {self._seconds:g} s {reason}")
 
     def _absent(self, is_done: _IsDone, quiet: float) -> list[int] | None:
-        """The ranks that do not say that they wait here; None if that is unknown.
+        """Return the ranks that have not announced that they wait in this rendezvous; None if that is unknown.
 
-        A rank that came a moment ago says so after its quiet time.
+        A rank that arrived a moment ago announces it after its quiet time.
         """
         group, end = self._group, time.monotonic() + 2 * quiet
         absent: list[int] | None = [rank for rank in range(group.nranks) if rank != group.rank]
@@ -188,13 +188,13 @@ class Rendezvous:
 
 
 def _nap(seconds: float) -> bool:
-    """Nothing is ever done, but time passes."""
+    """Sleep, and return False, as an `_IsDone` that never ends."""
     time.sleep(seconds)
     return False
 
 
 class _Waits:
-    """The rendezvous of a group, and which of them its ranks wait in. A rank is a number within the group."""
+    """The count of a group's rendezvous, and the ones in which its ranks wait. Ranks are numbers within the group."""
 
     def __init__(self, group: Group) -> None:
         self._key = f"paddle_moe_ops/waits/{group.id}/{'-'.join(map(str, group.ranks))}"
@@ -206,15 +206,15 @@ class _Waits:
         self._came += 1
 
     def announce(self) -> None:
-        """Say that this rank waits in the last rendezvous."""
+        """Announce that this rank waits in the last rendezvous."""
         if self._add(self._rank, self._came - self._told) is not None:
             self._told = self._came
 
     def absent_of(self, ranks: list[int]) -> list[int] | None:
-        """Those that wait neither in the last rendezvous nor in a later one; None: the store does not answer."""
+        """Return the ranks that wait neither in the last rendezvous nor in a later one; None if the store is silent."""
         absent = []
         for rank in ranks:
-            number = self._add(rank, 0)  # a counter that was not made is zero; to get it would wait
+            number = self._add(rank, 0)  # a counter that does not exist is zero; `get` would wait for it
             if number is None:
                 return None
             if number < self._came:
@@ -222,20 +222,20 @@ class _Waits:
         return absent
 
     def _add(self, rank: int, number: int) -> int | None:
-        """Add to the counter of a rank, and give its value."""
+        """Add to the counter of a rank, and return its value."""
         if not self._answers:
             return None
         job = _Job(lambda: int(core.create_or_get_global_tcp_store().add(f"{self._key}/{rank}", number)))
         self._answers = job.is_done(_STORE_S)
         try:
             return job.result() if self._answers else None
-        except (RuntimeError, ValueError, OSError):  # what Paddle raises of sockets
+        except (RuntimeError, ValueError, OSError):  # Paddle's errors of sockets
             self._answers = False
             return None
 
 
 class _Job(Generic[_Result]):
-    """Work in a thread that does not keep the process from ending."""
+    """A function that runs in a daemon thread, which does not keep the process from ending."""
 
     def __init__(self, work: Callable[[], _Result]) -> None:
         self._work, self._done = work, threading.Event()
@@ -252,11 +252,11 @@ class _Job(Generic[_Result]):
             self._done.set()
 
     def is_done(self, seconds: float) -> bool:
-        """Wait for so many seconds at most."""
+        """Wait for at most ``seconds``, and return True if the work is done."""
         return self._done.wait(seconds)
 
     def result(self) -> _Result:
-        """What the work gave or raised, once it is done."""
+        """Return the result of the finished work, or raise its error."""
         if self._error is not None:
             raise self._error
         return self._results[0]
@@ -266,7 +266,7 @@ _waits_of_groups: dict[str, _Waits] = {}
 
 
 def _waits_of(group: Group) -> _Waits:
-    """One for all rendezvous of a group, since it counts them."""
+    """Return the one `_Waits` of a group, which counts all its rendezvous."""
     key = f"{group.id} {group.ranks}"
     if key not in _waits_of_groups:
         _waits_of_groups[key] = _Waits(group)
@@ -276,12 +276,11 @@ def _waits_of(group: Group) -> _Waits:
 class Barrier:
     """The barrier of a group on one kind of device, which all its symmetric buffers share.
 
-    Each exchange has a number. Buffers come in pairs: those of one parity are used again two exchanges later, and
-    between the two uses lies the barrier of the exchange between, which a rank reaches only after all its work on the
-    first.
+    Each exchange has a number. Buffers are allocated in pairs: a buffer is reused two exchanges later. The barrier of
+    the exchange in between separates the two uses, because a rank reaches it only after all its work on the first.
 
-    Ranks that are in different calls raise: on a CPU in the barrier. A GPU marks the state, from which on what it
-    receives is NaN; the host raises when it comes to an exchange next and the mark has reached its memory.
+    If ranks are in different calls, a CPU raises in the barrier. A GPU marks the state, and all later received values
+    are NaN. The host raises in its next exchange after the mark has reached host memory.
     """
 
     def __init__(self, group: Group, like: Tensor) -> None:
@@ -299,18 +298,18 @@ class Barrier:
 
     @property
     def state(self) -> Tensor:
-        """int32 [2], the second one the mark."""
+        """The state of the barrier, int32 [2]; the second element is the mark."""
         return self._state
 
     def lend(self, view: Tensor) -> None:
-        """Have backward passes refuse to read a view of a buffer once an exchange has begun.
+        """Let backward passes raise if they read a view of a buffer after the next exchange has begun.
 
-        A rank that has passed the barrier of that exchange may write to the buffer of the one before.
+        A rank that has passed the barrier of that exchange may write to the buffer of the previous one.
         """
         self._lent.append(weakref.ref(view))
 
     def next(self) -> int:
-        """Begin an exchange, and say which of two buffers it uses."""
+        """Begin an exchange, and return the index of its buffer in a pair."""
         self._raise_if_marked()
         self._exchange += 1
         for each in self._lent:
@@ -320,11 +319,11 @@ class Barrier:
         return self._exchange % 2
 
     def wait(self, step: Step, timeout: float, forward_calls: Tensor | None = None) -> Tensor:
-        """Make later work wait until all ranks have come here.
+        """Let later work wait until all ranks have arrived.
 
         Args:
-            step: the pass of the call that this rank is in.
-            timeout: seconds to wait for.
+            step: the current pass of this rank's call.
+            timeout: the time limit in seconds.
             forward_calls: in a backward pass, the calls of all ranks in the forward pass. If a rank does not run the
                 backward pass, this one does not wait for it.
 
@@ -339,7 +338,7 @@ class Barrier:
         return calls
 
     def arrivals(self, step: Step, timeout: float, records: Tensor, *sizes: int) -> tuple[Tensor, ...]:
-        """The calls of all ranks and what they told this one; beside what is called next, up to operator rank_join."""
+        """Wait for all ranks; returns their calls and records, concurrently with the work up to operator rank_join."""
         words, waits = step.words(self._exchange), math.ceil(timeout * 1000)
         made = direct("rank_arrivals", records, *self._places, words, waits, *sizes)
         self._raise_if_marked()
@@ -347,13 +346,13 @@ class Barrier:
         return made
 
     def meet(self, step: Step, timeout: float) -> None:
-        """Wait for all ranks on the host, before they make buffers together."""
+        """Wait for all ranks on the host, before they allocate buffers together."""
         self.wait(step, timeout)
         self._state.tolist()
         self._raise_if_marked()
 
     def _keep_modes(self, step: Step, calls: Tensor) -> None:
-        """Let the host know the modes of all ranks, if it need not wait for them."""
+        """Store the modes of all ranks on the host, if it need not wait for them."""
         if calls.place.is_cpu_place():
             step.check(_words_of(calls).tolist())
 
@@ -368,11 +367,11 @@ class Barrier:
             forward = Kind(told[0][0])
             kind = Kind.COMBINE_BACKWARD if forward == Kind.COMBINE else Kind.DISPATCH_BACKWARD
             raise_for_modes(kind, [words[-1] for words in told], told[0], ranks)
-        self._exchange = max(words[_EXCHANGE] for words in told)  # ranks may go on together
+        self._exchange = max(words[_EXCHANGE] for words in told)  # so that ranks can continue together
         check_calls(told, ranks)
 
 
 def _words_of(words: Tensor) -> NDArray:
-    """Numbers in memory of the host, which the tensor owns."""
+    """Return an array that aliases a tensor's numbers in host memory."""
     memory = (ctypes.c_int32 * words.size).from_address(words.data_ptr())
     return np.ctypeslib.as_array(memory).reshape(words.shape)

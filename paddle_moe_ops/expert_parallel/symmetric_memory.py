@@ -2,13 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Symmetric buffers: memory that the ranks of one machine share.
 
-A symmetric buffer has P regions at each rank, one for each rank that writes there. It has two views: what arrived here,
-and what this rank writes to, whose part p is this rank's region at rank p. Each view is one range of addresses, so
-kernels that know nothing about ranks can write to and read from all regions. On a CPU regions are files in memory, on a
-GPU memory of the driver that other processes map; either way a file descriptor travels to the rank that maps it.
+A symmetric buffer has P regions at each rank, one for each rank that writes to it. It has two views:
+
+- ``arrived``: the P regions in this rank's memory;
+- ``peers``: the regions that this rank writes; part p is its region at rank p.
+
+Each view is one range of addresses, so kernels without code for ranks can write to and read from all regions. On a CPU
+regions are files in memory, on a GPU memory of the driver that other processes map. In both cases a rank sends a file
+descriptor to the rank that maps the region.
 
 The layers of a group share its buffers. They are freed with the last layer, graph or result that uses them, in any
-order of ranks: a region stays as long as one rank maps it.
+order of ranks: a region stays allocated as long as one rank maps it.
 """
 
 from __future__ import annotations
@@ -47,15 +51,15 @@ __all__ = [
 ]
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_TIMEOUT_S = 120.0  # for ranks to send what they share
+_TIMEOUT_S = 120.0  # for ranks to send their file descriptors
 _PAGE = mmap.PAGESIZE
 _NO_ACCESS, _IN_PLACE = 0, 0x10  # PROT_NONE and MAP_FIXED, which Python does not name
-# The driver's names for what is asked of it.
+# Enum values of the driver's virtual memory API.
 _PINNED, _ON_DEVICE, _FILE_DESCRIPTOR, _READ_WRITE = 1, 1, 1, 3
 _RECOMMENDED_GRANULARITY = 1
-# How many of every 8 rows for another rank that rank fetches after the barrier, while it works in its own memory. The
-# others are written to it before the barrier. So the link is busy in both halves. Rows that are copied where they
-# arrive leave the second half less time than those that are added up.
+# Rows, of every 8 for another rank, that the receiver fetches after the barrier, while it works in its own memory. The
+# sender writes the others before the barrier, so the link is busy in both halves. A receiver that copies rows has a
+# shorter second half than one that adds them up.
 FETCHED_COPIES, FETCHED_SUMS = 3, 4
 
 
@@ -79,7 +83,7 @@ class Views(NamedTuple):
     """The two views of a symmetric buffer, [rows, columns] each. The last tensor over a view unmaps it.
 
     Attributes:
-        arrived: what the ranks wrote for this one.
+        arrived: the regions that the ranks wrote for this one.
         peers: this rank's regions at all ranks.
     """
 
@@ -88,19 +92,19 @@ class Views(NamedTuple):
 
 
 def granularity(place: Any) -> int:
-    """The bytes that the size of a region must be a multiple of."""
+    """Return the granularity of a region's size in bytes."""
     return _PAGE if place.is_cpu_place() else _Driver.get().granularity(_device_of(place))
 
 
 def allocate(group: Group, like: Tensor, shape: BufferShape) -> Views:
     """Allocate a symmetric buffer on the device of a tensor; all ranks of the group call it with the same shape.
 
-    The memory is zeros at first. A rank may drop its views while others use theirs: a region stays as long as one rank
-    maps it. On a GPU the rank that unmaps a view waits for its own kernels.
+    The memory is initialised with zeros. A rank may drop its views while others use theirs: a region stays allocated as
+    long as one rank maps it. On a GPU the rank that unmaps a view waits for its own kernels.
 
     Args:
         group: the ranks.
-        like: on the device of the tensors that will be written there.
+        like: a tensor on the device of the buffer.
         shape: of the buffer.
 
     Raises:
@@ -108,7 +112,7 @@ def allocate(group: Group, like: Tensor, shape: BufferShape) -> Views:
         RuntimeError: a rank or the driver did not answer.
     """
     with contextlib.ExitStack() as opened:
-        own: list[int] = []  # by the rank that will write there
+        own: list[int] = []  # by the rank that writes the region
         descriptors: list[int] = []
         with raising_together("ExpertParallel", group):
             memory = memory_of(like.place, shape.region_bytes)
@@ -132,15 +136,15 @@ def allocate(group: Group, like: Tensor, shape: BufferShape) -> Views:
 
 
 def mapped(memory: _HostMemory | _DeviceMemory, regions: Sequence[int], like: Tensor, shape: BufferShape) -> Tensor:
-    """Map regions next to each other, as a tensor that unmaps them."""
+    """Map regions at adjacent addresses, and return them as a tensor that unmaps them."""
     (made,) = direct("window", like, memory.map(regions), shape.rows, shape.columns, shape.dtype.value)
     return made
 
 
 def _exchange_descriptors(group: Group, descriptors: Sequence[int]) -> list[int]:
-    """Send each rank its file descriptor, and receive those for this one, by rank."""
+    """Send each rank its file descriptor, and return the received ones, by rank."""
     rank, received = group.rank, {group.rank: descriptors[group.rank]}
-    name = f"\0paddle_moe_ops-{uuid.uuid4().hex}"  # of no file
+    name = f"\0paddle_moe_ops-{uuid.uuid4().hex}"  # abstract address, without a file
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         server.bind(name)
         server.listen(group.nranks)
@@ -169,18 +173,18 @@ def _exchange_descriptors(group: Group, descriptors: Sequence[int]) -> list[int]
 
 
 def _machine() -> str:
-    """What processes that can share memory have in common: the machine and the network namespace."""
+    """Return the identity of the machine and network namespace; processes that can share memory have the same."""
     network = os.readlink("/proc/self/ns/net")
     return f"{_BOOT.read_text().strip()} {network}"
 
 
 def memory_of(place: Any, region_bytes: int) -> _HostMemory | _DeviceMemory:
-    """Regions of memory at a place that processes can share."""
+    """Return the allocator of shareable regions of memory on a place."""
     return _HostMemory(region_bytes) if place.is_cpu_place() else _DeviceMemory(_device_of(place), region_bytes)
 
 
 class _HostMemory:
-    """Memory of the host, as unnamed files."""
+    """The allocator of regions in host memory, as unnamed files."""
 
     def __init__(self, region_bytes: int) -> None:
         self._bytes = region_bytes
@@ -207,7 +211,7 @@ class _HostMemory:
         return os.dup(descriptor)
 
     def map(self, regions: Sequence[int]) -> int:
-        """Map regions next to each other."""
+        """Map regions at adjacent addresses."""
         total = self._bytes * len(regions)
         base = self._map(None, total, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, _NO_ACCESS)
         for number, region in enumerate(regions):
@@ -215,7 +219,7 @@ class _HostMemory:
         return base
 
     def forget(self, region: int) -> None:
-        """Close a file; what is mapped stays."""
+        """Close a file; its mappings stay."""
         os.close(region)
 
     def _map(
@@ -228,7 +232,7 @@ class _HostMemory:
 
 
 def _device_of(place: Any) -> int:
-    """The number of a GPU for the driver."""
+    """Return the driver's number of a GPU."""
     return place.gpu_device_id() if place.is_gpu_place() else place.custom_device_id()
 
 
@@ -280,12 +284,12 @@ class _Driver:
 
 
 def shareable(device: int) -> _Properties:
-    """Memory of a device that other processes can map."""
+    """Return the properties of memory on a device that other processes can map."""
     return _Properties(_PINNED, _FILE_DESCRIPTOR, _Location(_ON_DEVICE, device))
 
 
 class _DeviceMemory:
-    """Memory of a GPU."""
+    """The allocator of regions in a GPU's memory."""
 
     def __init__(self, device: int, region_bytes: int) -> None:
         self._driver, self._device, self._bytes = _Driver.get(), device, region_bytes
@@ -309,7 +313,7 @@ class _DeviceMemory:
         return handle.value
 
     def map(self, regions: Sequence[int]) -> int:
-        """Map regions next to each other, for this rank's device."""
+        """Map regions at adjacent addresses, for this rank's device."""
         zero, size = ctypes.c_uint64(0), ctypes.c_size_t(self._bytes)
         base, total = ctypes.c_uint64(), ctypes.c_size_t(self._bytes * len(regions))
         self._driver.call("cuMemAddressReserve", ctypes.byref(base), total, ctypes.c_size_t(0), zero, zero)
@@ -321,16 +325,16 @@ class _DeviceMemory:
         return base.value
 
     def forget(self, region: int) -> None:
-        """Release a handle; what is mapped stays."""
+        """Release a handle; its mappings stay."""
         self._driver.call("cuMemRelease", ctypes.c_uint64(region))
 
 
 class GroupBuffers:
-    """Buffers of one group by key.
+    """The buffers of one group by key.
 
     Args:
         group: the ranks.
-        name: the same on all ranks, and of no other buffers.
+        name: the same on all ranks, and unique to these buffers.
 
     Attributes:
         group: ``group``.
@@ -339,7 +343,7 @@ class GroupBuffers:
 
     def __init__(self, group: Group, name: str) -> None:
         self.group, self.name = group, name
-        self._registered = _GroupManager.group_map_by_id.get(group.id)  # another one if a program made the group itself
+        self._registered = _GroupManager.group_map_by_id.get(group.id)  # another one if a program constructed the group itself
         self._made: dict[Hashable, Any] = {}
 
     def find(self, key: Hashable) -> Any:
@@ -375,7 +379,7 @@ _living: WeakValueDictionary[int, GroupBuffers] = WeakValueDictionary()
 def buffers_of(group: Group) -> GroupBuffers:
     """Return the buffers of a group that all its ranks still have, or new ones; all ranks call it together.
 
-    A rank may have collected the last layer of a group as garbage while another has not, so they ask each other.
+    A rank may have collected the last layer of a group as garbage while another has not, so they compare.
     Buffers of groups that were destroyed are dropped.
     """
     for each in list(_living.values()):
@@ -389,15 +393,15 @@ def buffers_of(group: Group) -> GroupBuffers:
 
 
 class OwnRows(enum.IntEnum):
-    """Where rows go that a rank sends to itself."""
+    """The destination of rows that a rank sends to itself."""
 
-    STAY = 0  # they stay, and are read, where they are
+    STAY = 0  # they stay in place and are read from it
     TO_BUFFER = 1
     TO_NEW_MEMORY = 2
 
 
 class RowBuffer(NamedTuple):
-    """A symmetric buffer for rows; row p * S + i is number i of those that go to, or came from, rank p.
+    """A symmetric buffer for rows; row p * S + i is row i for, or from, rank p.
 
     Attributes:
         arrived: [P * S, d], this rank's memory.
@@ -420,13 +424,13 @@ class RowBuffer(NamedTuple):
 
         Args:
             x: [T, d].
-            token_rows: int32 [T, C], the rows of the buffer that each token goes to.
-            own: where rows for this rank go.
-            fetched: how many of every 8 rows their receiver fetches; None: by where rows for this rank go.
-            leaves_room: whether other operators are to run at the same time.
+            token_rows: int32 [T, C], the destination rows of each token in the buffer.
+            own: the destination of rows for this rank.
+            fetched: number of every 8 rows that their receiver fetches; None: the default for ``own``.
+            leaves_room: whether to leave multiprocessors for concurrent operators.
 
         Returns:
-            the rows for this rank, [P * S, d], unless they stay where they are.
+            the rows for this rank, [P * S, d], unless they stay in place.
         """
         views = self.arrived, self.peers
         if fetched is None:
@@ -438,13 +442,13 @@ class RowBuffer(NamedTuple):
     def receive(
         self, token_rows: Tensor, own: Tensor | None = None, to: Tensor | None = None, *, fetched: int | None = None
     ) -> Tensor:
-        """The sums of each token's rows that all ranks sent.
+        """Return the sums of each token's rows from all ranks.
 
         Args:
-            token_rows: int32 [T, C], the rows of the buffer that are for each token.
+            token_rows: int32 [T, C], the rows of each token in the buffer.
             own: [P * S, d], the rows that this rank sent to itself.
-            to: [T, d], where the sums go, and where the rows that this rank sent to itself are already; C is 1 then.
-            fetched: as all ranks gave it to `send`; None: by where rows of this rank are.
+            to: [T, d], the output, which already contains the rows that this rank sent to itself; C is 1 then.
+            fetched: as in all ranks' `send`; None: the default for the place of this rank's rows.
         """
         views = self.arrived, self.peers
         if fetched is None:

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of models whose experts are spread over ranks: averages, clipping and loss scaling."""
+"""Training with expert parallelism: averages of gradients, gradient clipping and loss scaling."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from .rendezvous import DEFAULT_TIMEOUT_S, Rendezvous, checked_timeout
 __all__ = ["ClipGradByGlobalNorm", "GradScaler", "average_gradients", "rounded_once"]
 
 BUCKET_BYTES = 25 * 2**20
-_SUM_BYTES = 4  # of float32, in which 16 bits are added up
+_SUM_BYTES = 4  # of float32, the dtype of sums of 16-bit gradients
 _AVERAGE, _SCALER = "average_gradients", "GradScaler"
 _NO_GRADIENT, _NOT_TRAINED = "none", "not trained"
-_READY, _LACKS_COPIES, _RAISES = range(3)  # what a rank says of itself
+_READY, _LACKS_COPIES, _RAISES = range(3)  # states of a rank
 _HASH_BYTES = 7  # of a positive int64
 
 
@@ -62,7 +62,7 @@ def reduce_in_buckets(gradients: Sequence[Tensor], reduce: Callable[[Tensor], No
 
     Args:
         gradients: dense, of one dtype and on one device.
-        reduce: function that changes a tensor in place, elementwise. It gets float32 for gradients of 16 bits.
+        reduce: function that changes a tensor in place, elementwise. It receives float32 for gradients of 16 bits.
     """
     for bucket in _buckets(gradients):
         first = bucket[0]
@@ -79,7 +79,7 @@ def _is_narrow(gradient: Tensor) -> bool:
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours whose sums fit into a bucket; a larger gradient is alone."""
+    """Yield consecutive gradients whose sums fit into a bucket; a larger gradient is alone."""
     bucket: list[Tensor] = []
     room = BUCKET_BYTES
     for each in gradients:
@@ -113,10 +113,10 @@ def _reduce_slices(gradient: Tensor, reduce: Callable[[Tensor], None]) -> None:
 
 
 class _Kinds(NamedTuple):
-    """What a rank has, in the order of its parameters.
+    """The kinds of a rank's parameters and gradients, in the order of its parameters.
 
     Attributes:
-        layout: what each parameter is; the same on all ranks.
+        layout: the kind of each parameter; the same on all ranks.
         gradients: the attribute and the dtype of each gradient. A rank without tokens may lack some.
     """
 
@@ -131,27 +131,26 @@ def average_gradients(
     """Turn the gradients of each rank's mean loss into those of the mean over all ranks.
 
     Call it after ``backward()`` and before the optimizer's step, on all ranks, in place of `paddle.DataParallel`. The
-    gradients of parameters that all ranks have are averaged. Those of experts are complete on their rank, since the
-    tokens of all ranks are in them; they are divided by the number of ranks. ``main_grad`` is used where it is set.
+    gradients of parameters that all ranks have are averaged. Gradients of experts are complete on their rank, since
+    they include the tokens of all ranks; they are divided by the number of ranks. ``main_grad`` is used if it is set.
     Gradients of float16 and bfloat16 are summed and divided in float32 and rounded once: the mean of finite gradients
     is finite.
 
     Gradients of one dtype are copied into buckets of 25 MiB of their sums, and one all_reduce adds up a bucket. This
-    needs memory for one bucket and a half; a larger gradient of float32 is reduced where it is.
+    needs memory for one bucket and a half; a larger gradient of float32 is reduced in place.
 
-    Deterministic as far as ``paddle.distributed.all_reduce`` is. From three ranks on, the order in which it adds up
-    ranks may depend on an element's place in the bucket, so the last bit may differ from an all_reduce of the gradient
-    alone. Each call first compares what the ranks have: one all_reduce of five numbers, for which the host waits, and
-    another one with ``copies``. A second exchange follows only where a rank lacks gradients that others have, or an
-    error is raised, and in the first call for a parameter whose experts have copies.
+    Deterministic as far as ``paddle.distributed.all_reduce`` is. From three ranks on, its order of summation may depend
+    on an element's place in the bucket, so the last bit may differ from an all_reduce of the gradient alone. Each call
+    first compares the kinds of the ranks: one all_reduce of five numbers, for which the host waits, and another one
+    with ``copies``. A second exchange follows only if a rank lacks gradients that others have, or an error is raised,
+    and in the first call for a parameter whose experts have copies.
 
     Args:
-        parameters: the same on all ranks, in the same order; what is named twice counts once.
-        group: the ranks that share the experts, as `ExpertParallel` takes it. None: for each parameter the group that
-            it was marked with, or all ranks if it has none. The mean then is over all ranks, and gradients of experts
-            are added up between those of the same place in their groups, which have copies. The first call connects
-            them.
-        copies: with a group, where several of one size train one model: the ranks that have copies of this rank's
+        parameters: the same on all ranks, in the same order; duplicates count once.
+        group: the ranks that share the experts, as in `ExpertParallel`. None: for each parameter the group of its mark,
+            or all ranks if it has none. The mean then is over all ranks, and gradients of experts are added up between
+            the ranks of the same index in their groups, which have copies. The first call connects them.
+        copies: with a group, if several groups of one size train one model: the ranks with copies of this rank's
             experts, one of each group. The mean then is over the ranks of all groups, and gradients of experts are
             added up between copies. None: there is one group.
         timeout: seconds that a rank waits for the others in the first exchange.
@@ -162,7 +161,7 @@ def average_gradients(
             in common; other ranks than the group's share the experts of a parameter. On every rank, before any gradient
             changes: the ranks have different numbers of parameters, or train different ones, or parameters or gradients
             differ in shape or dtype; on several ranks a gradient is not dense; the groups of a parameter overlap.
-        RuntimeError: the arguments of another rank are bad, or it did not come in time; the message names it.
+        RuntimeError: the arguments of another rank are bad, or it did not arrive in time; the message names it.
     """
     is_given, group = group is not None, group_of(_AVERAGE, group)
     others, error = _copies(group, copies), None
@@ -197,7 +196,7 @@ def average_gradients(
 def _by_sums(
     tensors: Sequence[Tensor], group: Group, others: Group | None
 ) -> list[tuple[Sequence[Group], list[Tensor]]]:
-    """Gradients of one dtype and device, and the groups over which they are added up; alike on all ranks."""
+    """Group gradients by dtype and device, with the groups over which they are added up; alike on all ranks."""
     found: dict[tuple[Any, ...], tuple[Sequence[Group], list[Tensor]]] = {}
     for parameter in tensors:
         gradient = None if parameter.stop_gradient else gradient_of(parameter)
@@ -211,7 +210,7 @@ def _by_sums(
 
 
 def _copies(group: Group, copies: Any) -> Group | None:
-    """The several ranks that have copies of this rank's experts, or None."""
+    """Return the ranks with copies of this rank's experts, or None if there are no others."""
     if copies is None:
         return None
     with _checks.renaming(_AVERAGE, _AVERAGE, group="copies"):
@@ -224,7 +223,7 @@ def _copies(group: Group, copies: Any) -> Group | None:
 
 
 def _settle(error: Exception | None, tensors: Sequence[Tensor], group: Group, seconds: float) -> None:
-    """Let all ranks of a group raise if one has an error or other parameters, and add the gradients that some lack."""
+    """Raise on all ranks of a group if one has an error or other parameters; otherwise add missing gradients."""
     if group.nranks == 1:
         if error is not None:
             raise error
@@ -248,7 +247,7 @@ def _settle(error: Exception | None, tensors: Sequence[Tensor], group: Group, se
 def _settle_between_groups(
     error: Exception | None, tensors: Sequence[Tensor], group: Group, copies: Group, seconds: float
 ) -> None:
-    """The same in a group and then between copies. The ranks of a group raise together, so the others need not ask."""
+    """As `_settle`, in a group and then between copies; all ranks of a group raise together."""
     told: Exception | None = None
     try:
         _settle(error, tensors, group, seconds)
@@ -285,7 +284,7 @@ def _check_dense(tensors: Sequence[Tensor]) -> None:
 
 
 def _experts_apart(tensors: Sequence[Tensor], group: Group) -> dict[str, Tensor]:
-    """The trained parameters whose experts are shared by other ranks than the group's, by what messages call them."""
+    """Return trained parameters whose experts other ranks than the group's share, by their names in messages."""
     return {
         f"parameters[{number}]": each
         for number, each in enumerate(tensors)
@@ -316,9 +315,9 @@ def _kinds(tensors: Sequence[Tensor], group: Group) -> _Kinds:
 
 
 def _compared(state: int, kinds: _Kinds, group: Group, seconds: float) -> tuple[int, bool, bool]:
-    """The largest state of a rank, and whether all have the same layout and the same gradients; one exchange.
+    """Return the largest state of a rank, and whether all have the same layout and the same gradients.
 
-    Its size depends on nothing, since ranks that exchange different sizes do not get an error but end, or wait.
+    The exchange has a fixed size: ranks with different sizes would end or wait instead of raising an error.
     """
     layout, gradients = _number(kinds.layout), _number(kinds.gradients)
     numbers = paddle.to_tensor([state, layout, -layout, gradients, -gradients], dtype="int64")
@@ -332,7 +331,7 @@ def _number(texts: Sequence[str]) -> int:
 
 
 def _add_missing(tensors: Sequence[Tensor], gradients: Sequence[str], group: Group, experts: Group) -> None:
-    """Give parameters gradients of zeros where another rank has one; every rank must call it.
+    """Set missing gradients to zeros if another rank has them; every rank must call it.
 
     Args:
         tensors: the parameters.
@@ -377,13 +376,13 @@ class ClipGradByGlobalNorm(ClipGradForMOEByGlobalNorm):
 
     def __init__(self, clip_norm: float) -> None:
         norm = _checks.number("ClipGradByGlobalNorm", "clip_norm", clip_norm)
-        if norm < 0:  # which would turn all gradients around
+        if norm < 0:  # it would reverse all gradients
             _checks.bad_value("ClipGradByGlobalNorm", "clip_norm", "0 or more", clip_norm)
         super().__init__(norm)
 
     @paddle.no_grad()
     def _dygraph_clip(self, params_grads: Sequence[tuple[Tensor, Tensor | None]]) -> list[tuple[Tensor, Tensor | None]]:
-        # Paddle's would round the factor to float16 for float16, and return bfloat16 as float32.
+        # Paddle's method would round the factor to float16 for float16, and return bfloat16 as float32.
         square, dtype = self.get_l2_norm_pow(params_grads)
         if square is None:
             return list(params_grads)
@@ -432,18 +431,18 @@ def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
 class GradScaler(paddle.amp.GradScaler):
     """`paddle.amp.GradScaler` for a model whose experts are on several ranks.
 
-    A gradient of an expert is on one rank, so infinity in it is found on one rank. With Paddle's class that rank alone
-    skips the step and lowers its scale: then other parameters differ between ranks, and so do the scales of gradients
-    that `average_gradients` adds up. Here all ranks skip the step, and have the same scale.
+    A gradient of an expert is on one rank, so only that rank finds an infinity in it. With Paddle's class that rank
+    alone skips the step and lowers its scale. Then other parameters differ between ranks, and so do the scales of
+    gradients that `average_gradients` adds up. With this class all ranks skip the step, and have the same scale.
 
     Every rank must call `unscale_`, `step`, `minimize` and `load_state_dict` alike. One all-reduce of three numbers for
     each optimizer and step, for which the host waits. On a CPU it has no effect, as Paddle's class has none.
 
     Args:
-        *arguments: as those of `paddle.amp.GradScaler`.
+        *arguments: those of `paddle.amp.GradScaler`.
         group: the ranks that skip a step together; None: all ranks, which is right if they train one model.
         timeout: seconds that a rank waits for the others.
-        **options: as those of `paddle.amp.GradScaler`.
+        **options: those of `paddle.amp.GradScaler`.
 
     Raises:
         TypeError: ``group`` is not a group of `paddle.distributed`; ``timeout``, a scale or a ratio is not a number.
@@ -473,11 +472,11 @@ class GradScaler(paddle.amp.GradScaler):
 
         Raises:
             ValueError: on every rank, if their scales differ, as after `load_state_dict` on some of them.
-            RuntimeError: another rank did not come in time; the message names it.
+            RuntimeError: another rank did not arrive in time; the message names it.
         """
         self._unscale(optimizer)
 
-    def _unscale(self, optimizer: paddle.optimizer.Optimizer) -> None:  # which `step` and `minimize` of Paddle call
+    def _unscale(self, optimizer: paddle.optimizer.Optimizer) -> None:  # called by Paddle's `step` and `minimize`
         super()._unscale(optimizer)
         if not self.is_enable() or self._group.nranks == 1:
             return
@@ -490,7 +489,7 @@ class GradScaler(paddle.amp.GradScaler):
             _checks.bad_value(_SCALER, "the scale", expected, f"{-least:g} to {most:g}")
         self._found_inf = paddle.full_like(self._found_inf, found > 0)
 
-    def _update(self) -> None:  # which `update` and `minimize` of Paddle call
+    def _update(self) -> None:  # called by Paddle's `update` and `minimize`
         # When Paddle 3.3.1 lowers the scale it prints float(scale), which NumPy 2.4 refuses for [1] but not for [].
         if self.is_enable():
             self._scale = self._scale.reshape([])
