@@ -55,7 +55,7 @@ class Received:
         tokens: with ``combine="reduced"`` [R, d], the received tokens, in the order of ranks; otherwise None.
         probs: with ``combine="reduced"`` float32 [R, K], their probabilities; otherwise None.
         tokens_per_expert: rows of each local expert, E / P ints, for `grouped_gemm`. With ``tokens_per_rank`` an int32
-            tensor; ``rows`` on a GPU then has more rows than its sum.
+            tensor; ``rows`` on a GPU then may have more rows than its sum.
         routed_per_expert: int32 [E], slots of this rank's own tokens by expert, dropped ones included.
         dropped_slots: 0-D int32, number of them dropped by ``capacity`` or ``tokens_per_rank``.
     """
@@ -119,10 +119,10 @@ class ExpertParallel:
             Tokens beyond this number are dropped, the last ones first, and counted in ``dropped_slots``. None: the
             number varies.
         transport: "alltoall": `paddle.distributed.alltoall_single`; "gloo": for CPU tensors; "auto": one of the two, by
-            the group. "peer": ranks of one machine write to each other's memory, on GPUs over NVLink; the host waits for nothing.
-            It needs the compiled operators, and ``tokens_per_rank``, which is rounded up so that parts are whole pages.
-            The layers of the group share its symmetric buffers: twice the maximum of received tokens for each width and
-            dtype, and with ``combine="exact"`` twice K rows for each of these tokens; see `close`.
+            the group. "peer": ranks of one machine write to each other's memory, on GPUs over NVLink and without waits
+            for the host. It needs the compiled operators, and ``tokens_per_rank``, which is rounded up so that parts
+            are whole pages. The layers of the group share its symmetric buffers: twice the maximum of received tokens
+            for each width and dtype, and with ``combine="exact"`` twice K rows for each of these tokens; see `close`.
             "deepep": DeepEP, if Paddle's wheel has it, for bfloat16 with ``combine="reduced"`` and neither ``payload``
             nor ``tokens_per_rank``; not yet run on a GPU.
         timeout: seconds that a rank waits for the others before it raises a RuntimeError that names the absent ranks.

@@ -343,7 +343,7 @@ class GroupBuffers:
 
     def __init__(self, group: Group, name: str) -> None:
         self.group, self.name = group, name
-        self._registered = _GroupManager.group_map_by_id.get(group.id)  # another one if a program constructed the group itself
+        self._registered = _GroupManager.group_map_by_id.get(group.id)  # another one if a program made the group itself
         self._made: dict[Hashable, Any] = {}
 
     def find(self, key: Hashable) -> Any:
@@ -426,8 +426,8 @@ class RowBuffer(NamedTuple):
             x: [T, d].
             token_rows: int32 [T, C], the destination rows of each token in the buffer.
             own: the destination of rows for this rank.
-            fetched: number of every 8 rows that their receiver fetches; None: the default for ``own``.
-            leaves_room: whether to leave multiprocessors for concurrent operators.
+            fetched: rows, of every 8, that their receiver fetches; None: the default for ``own``.
+            leaves_room: whether to leave room on the device for concurrent operators.
 
         Returns:
             the rows for this rank, [P * S, d], unless they stay in place.
