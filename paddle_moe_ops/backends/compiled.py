@@ -44,7 +44,7 @@ _COUNTED, _COUNTS_IN_LIST, _COUNTS_IN_TENSOR = range(3)
 # of a backend take several times as long as the operator on a few tokens. A fast path returns None, and the caller
 # falls back to the slow path, if
 # - an argument is not a dense tensor, or shapes do not fit,
-# - PADDLE_MOE_OPS_BACKEND is set,
+# - PADDLE_MOE_OPS_BACKEND or PADDLE_MOE_OPS_VALIDATE is set,
 # - a tensor requires a gradient. Some return True instead: the arguments fit, so call the operator without checks.
 # Callers check `use_backend` first.
 QUICK = (
