@@ -19,7 +19,7 @@ from paddle_moe_ops.expert_parallel import ExpertParallel
 from paddle_moe_ops.nn import MoELayer
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
-from . import fake_deep_ep
+from . import fake_deep_ep, processes
 from .processes import run
 from .test_expert_parallel_errors import caught
 
@@ -31,6 +31,12 @@ ROUTES = [
     pytest.param({"combine": "reduced"}, id="reduced"),
     pytest.param({"combine": "reduced", "payload": "fp8_1x128"}, id="float8"),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def new_processes() -> None:
+    """Processes of other tests may still have layers that share buffers of a group."""
+    processes.stop()
 
 
 def shared_bytes() -> int:
