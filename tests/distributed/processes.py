@@ -70,7 +70,7 @@ def run(function: Callable[..., Any], num_processes: int, backend: str | None = 
         processes = Processes(num_processes, backend)
     _running[key] = processes
     try:
-        return _running[key].call(function, arguments)
+        return processes.call(function, arguments)
     except (RuntimeError, OSError):
         _running.pop(key).kill()
         raise

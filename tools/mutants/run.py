@@ -143,6 +143,11 @@ class Run:
         }
         self._kept = options.tree / "build" / "mutants"
         self._kept.mkdir(parents=True, exist_ok=True)
+        self._sources = hashlib.sha256()  # of all sources and tests
+        for folder in ("paddle_moe_ops", "tests"):
+            for path in sorted((options.tree / folder).rglob("*.*")):
+                if path.suffix in (".py", ".cc", ".h"):
+                    self._sources.update(path.read_bytes())
         self._write = threading.Lock()
 
     def areas(self, names: list[str], known: list[Result]) -> list[Sample]:
@@ -168,11 +173,8 @@ class Run:
         area = AREAS[sample.area]
         tests = files_of(self._tree, area.tests)
         traced = [] if sample.is_cpp else list(sample.sources)
-        digest = hashlib.sha256(repr((tests, traced, area.python)).encode())
-        for folder in ("paddle_moe_ops", "tests"):
-            for path in sorted((self._tree / folder).rglob("*.*")):
-                if path.suffix in (".py", ".cc", ".h"):
-                    digest.update(path.read_bytes())
+        digest = self._sources.copy()
+        digest.update(repr((tests, traced, area.python)).encode())
         kept = self._kept / f"{digest.hexdigest()}.json"
         if kept.exists():
             record = Record(**json.loads(kept.read_text()))
