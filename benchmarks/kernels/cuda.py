@@ -44,7 +44,7 @@ class CudaDevice:
         Args:
             core_library: libpmo_core.so with CUDA operators.
             te_wheel_dir: Folder with the wheel of TransformerEngine, packed or unpacked.
-            probes: Whether to compile and run the kernels that measure memory ceilings.
+            probes: True compiles and runs the kernels that measure memory ceilings.
 
         Raises:
             ValueError: there is no GPU or no such library, or it has no CUDA operators.
