@@ -81,7 +81,11 @@ def public(
             for name, argument in keywords.items():
                 if isinstance(argument, _CARRIERS) and name not in differentiable and _carries_graph(argument):
                     keywords = {**keywords, name: constant(argument)}
-            return untraced(function, *arguments, **keywords)
+            tracer = set_eval_frame(None)  # as `untraced`
+            try:
+                return function(*arguments, **keywords)
+            finally:
+                set_eval_frame(tracer)
 
         call.differentiable_arguments = differentiable  # type: ignore[attr-defined]
         call.__signature__ = signature  # type: ignore[attr-defined]  # paddle.jit does not look through wrappers

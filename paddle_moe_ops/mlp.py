@@ -78,13 +78,13 @@ def moe_mlp(
     2512.14080). Each pass computes these rows in chunks, in a buffer of ``workspace_mb``. A second backward pass
     through the same graph raises. Lists of matrices are treated as in `grouped_gemm`.
 
-    In a graph, and in dygraph on a GPU without Triton, SwiGLU without biases is one operator of the compiled library if
-    each of ``gate_up`` and ``down`` is one tensor. A program that was saved on one device therefore runs on another.
-    The operator keeps the same tensors and respects ``keep``. It ignores ``workspace_mb``: all rows of d columns exist
-    at the same time. A second backward pass is supported, a gradient of a gradient is not. On a GPU of compute
-    capability 9.0 its kernels run bfloat16 and float16 layers whose d and n are multiples of 8, without host
-    synchronisation. In all other cases its GEMMs are Paddle's matmul, expert by expert, with a host synchronisation on
-    a GPU.
+    In a graph, and in dygraph where Triton does not run, SwiGLU without biases is one operator of the compiled library
+    if each of ``gate_up`` and ``down`` is one tensor, and without ``accumulate``. A program that was saved on one device
+    therefore runs on another. The operator keeps the same tensors and respects ``keep``. It ignores ``workspace_mb``:
+    all rows of d columns exist at the same time. A second backward pass is supported, a gradient of a gradient is not.
+    On a GPU of compute capability 9.0 its kernels run bfloat16 and float16 layers whose d and n are multiples of 8,
+    without host synchronisation. In all other cases its GEMMs are Paddle's matmul, expert by expert, with a host
+    synchronisation on a GPU.
 
     All other layers run as the composed calls above. They ignore ``keep`` and ``workspace_mb``, and keep more tensors
     for the backward pass. With ``compute``, ``keep`` applies everywhere.

@@ -74,8 +74,6 @@ class MatmulBackend:
         if spec.compute is not None:
             # In dygraph, calls may cache float8 matrices, and each matrix of a list has its own gradient.
             return None if in_graph else "float8 layers are the library's operator in graphs alone"
-        if not in_graph and x.place.is_cpu_place():
-            return "in dygraph on a CPU it runs as its parts, one by one"
         if spec.accumulates:
             return "the library's operator does not accumulate"
         if any(isinstance(each, Sequence) or each.dtype != x.dtype for each in (gate_up, down)):

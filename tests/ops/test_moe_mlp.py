@@ -323,9 +323,10 @@ def test_gradients_of_matrices_are_added_to_what_is_there(kind, name, rng, place
         due = start + 2 * to_numpy(expected[matrix]).astype(np.float64)
         error = np.abs(to_numpy(got).astype(np.float64) - due)
         assert error.max() <= (2**-7 if dtype == "bfloat16" else 1e-6) * np.abs(due).max()
-    for other in ("x", "probs"):
+    for other in ("x", "probs"):  # on a CPU, calls that accumulate round in other places
         twice = 2 * to_numpy(expected[other]).astype(np.float64)
-        np.testing.assert_allclose(to_numpy(leaves[other].grad).astype(np.float64), twice, rtol=2**-7, atol=2**-7)
+        error = np.abs(to_numpy(leaves[other].grad).astype(np.float64) - twice)
+        assert error.max() <= (2**-6 if dtype == "bfloat16" else 1e-6) * np.abs(twice).max()
 
 
 @pytest.mark.cpu_only

@@ -139,21 +139,6 @@ def test_layer_whose_experts_are_one_call_equals_the_dense_formulation(tokens, c
     assert made == [keep == "h"]
 
 
-@pytest.mark.cpu_only
-def test_layer_weights_rows_in_the_sum_where_paddle_multiplies(monkeypatch):
-    given = []
-    backend = resolve("grouped_gemm", paddle.ones([1, 1]))
-    original = backend.grouped_gemm
-
-    def spy(x, w, weights, bias, spec):
-        given.append(weights)
-        return original(x, w, weights, bias, spec)
-
-    monkeypatch.setattr(backend, "grouped_gemm", spy)
-    MoELayer(H, I, E, K)(paddle.randn([3, H]))
-    assert given == [None, None]
-
-
 @pytest.mark.parametrize("name", ["compiled", "reference"])
 def test_layer_is_close_to_the_dense_formulation_on_each_backend(name):
     with use_backend(name):
