@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Iterator, Sequence
 from numbers import Real
 from typing import Any, NoReturn
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from paddle import Tensor
 
 from . import _env
-from ._graphs import context_manager, dtype_name, is_graph_value
+from ._graphs import GraphValue, context_manager, dtype_name, is_graph_value
 from .backends import QuantizeSpec, Validation
 
 MAX_EXPERTS = 2**16
@@ -154,6 +155,14 @@ def rows(
     return value
 
 
+def operand(
+    function: str, argument: str, x: Any, weight: Tensor, shape: Sequence[int | str], shape_text: str | None = None
+) -> Tensor:
+    """Check a tensor that is to be multiplied with a weight: its dtype, but under mixed precision, and its shape."""
+    takes_any = paddle.amp.is_autocast_enabled() or weight.dtype not in SUM_DTYPES
+    return tensor(function, argument, x, SUM_DTYPES if takes_any else (weight.dtype,), shape, shape_text)
+
+
 def lines(function: str, argument: str, value: Any, dtypes: Sequence[Any], width: str) -> Tensor:
     """Check a tensor [..., width] of at least two dimensions and make it a matrix of all its rows."""
     rank = getattr(value, "ndim", 2)
@@ -176,7 +185,7 @@ def same_place(function: str, **tensors: Tensor | None) -> None:
     """Check that all given tensors are on one device."""
     first_name = first_place = None
     for name, value in tensors.items():
-        if value is None or is_graph_value(value):
+        if value is None or isinstance(value, GraphValue):
             continue
         place = value.place
         if place == _NO_PLACE:
@@ -331,17 +340,17 @@ def validation(function: str, value: bool | None, like: Tensor) -> Validation:
     """The level of a ``validate`` argument for data on the device of ``like``."""
     if value is not None and not isinstance(value, bool):
         bad_type(function, "validate", "True, False or None", f"{value!r} of type {type(value).__name__}")
-    if value is None:
+    if value is None and os.environ.get(_env.VALIDATE):
         value = _env.validate_default()
     if value is None:
-        on_cpu = is_graph_value(like) or like.place.is_cpu_place()
+        on_cpu = isinstance(like, GraphValue) or like.place.is_cpu_place()
         return Validation.DATA if on_cpu else Validation.OFF
     return Validation.ALL if value else Validation.OFF
 
 
 def of_its_shape(function: str, out: Tensor) -> Tensor:
     """A result whose gradient must have its shape, which Paddle's own operators do not check in `paddle.grad`."""
-    if not is_graph_value(out) and not out.stop_gradient:
+    if not isinstance(out, GraphValue) and not out.stop_gradient:
         shape = out.shape
 
         def check(gradient: Tensor | None) -> None:

@@ -21,11 +21,11 @@ class Variable(NamedTuple):
     help: str
 
 
+BACKEND, VALIDATE = "PADDLE_MOE_OPS_BACKEND", "PADDLE_MOE_OPS_VALIDATE"
+
 VARIABLES = (
-    Variable(
-        "PADDLE_MOE_OPS_BACKEND", "the backend of operators: compiled, triton, paddle or reference (default: automatic)"
-    ),
-    Variable("PADDLE_MOE_OPS_VALIDATE", "1 checks ids, probabilities and maps, 0 does not (default: on the CPU)"),
+    Variable(BACKEND, "the backend of operators: compiled, triton, paddle or reference (default: automatic)"),
+    Variable(VALIDATE, "1 checks ids, probabilities and maps, 0 does not (default: on the CPU)"),
     Variable(
         "PADDLE_MOE_OPS_NUM_THREADS",
         "CPU threads (default: OMP_NUM_THREADS, else one per core, within a container's CPU quota)",
@@ -40,7 +40,7 @@ VARIABLES = (
 
 def backend() -> str | None:
     """The backend named by PADDLE_MOE_OPS_BACKEND, or None; the choice of a backend checks the name."""
-    return os.environ.get("PADDLE_MOE_OPS_BACKEND") or None
+    return os.environ.get(BACKEND) or None
 
 
 def validate_default() -> bool | None:
@@ -49,11 +49,11 @@ def validate_default() -> bool | None:
     Raises:
         ValueError: the variable is neither 0 nor 1.
     """
-    value = os.environ.get("PADDLE_MOE_OPS_VALIDATE")
+    value = os.environ.get(VALIDATE)
     if not value:
         return None
     if value not in ("0", "1"):
-        raise ValueError(f"PADDLE_MOE_OPS_VALIDATE must be 0 or 1, but got {value!r}")
+        raise ValueError(f"{VALIDATE} must be 0 or 1, but got {value!r}")
     return value == "1"
 
 

@@ -160,14 +160,26 @@ def constant(value: Any) -> Any:
     return value
 
 
+GraphValue = paddle.pir.Value  # stands for a tensor of a static graph
+
+
 def is_graph_value(value: object) -> bool:
     """True if the value stands for a tensor of a static graph."""
-    return isinstance(value, paddle.pir.Value)
+    return isinstance(value, GraphValue)
+
+
+def of_shape(weight: Tensor, shape: list[int]) -> Tensor:
+    """A weight whose sizes are known.
+
+    If layers of one class are traced by bytecode and differ in a size, Paddle treats the sizes of their weights as
+    unknown.
+    """
+    return weight.reshape(shape) if -1 in weight.shape else weight
 
 
 def is_on_gpu(value: Tensor) -> bool:
     """True if a tensor lies on a GPU; for a value of a static graph, if Paddle's current device is a GPU."""
-    if is_graph_value(value):
+    if isinstance(value, GraphValue):
         return paddle.device.get_device().startswith("gpu")
     return value.place.is_gpu_place()
 
@@ -189,7 +201,10 @@ def placed(tensor: Tensor, place: Any) -> Tensor:
 
 def with_elements(tensors: list[Tensor]) -> Tensor:
     """The first tensor that has elements, else the first: Paddle may leave an empty one on the host."""
-    return next((each for each in tensors if each.size > 0), tensors[0])
+    for each in tensors:
+        if each.size > 0:
+            return each
+    return tensors[0]
 
 
 def unpacked(tensor: Tensor, place: Any) -> Tensor:
@@ -248,7 +263,9 @@ def ready_for_matmul(rows: Tensor, weight: Tensor) -> Tensor:
 
 def in_float32(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Apply a function to tensors: unchanged on a GPU; otherwise in float32, rounded to the first tensor's dtype."""
-    is_float32 = all(tensor.dtype == paddle.float32 for tensor in tensors) and not paddle.amp.is_autocast_enabled()
+    is_float32 = not paddle.amp.is_autocast_enabled()
+    for tensor in tensors:
+        is_float32 = is_float32 and tensor.dtype == paddle.float32
     if is_float32 or is_on_gpu(tensors[0]):
         return function(*tensors)
     with without_autocast():

@@ -15,7 +15,7 @@ from paddle import Tensor, nn
 
 from . import _checks
 from ._graphs import is_graph_value, is_on_gpu, public, to_dtype
-from ._matrices import in_dtype, listed, matrices, named, stacked
+from ._matrices import Matrices, in_dtype, listed, matrices, named, stacked
 from .backends import GemmSpec, resolve
 from .functional import move_rows
 from .routing import Plan, as_plan, check_weights, row_probs, rows_of, tokens_of
@@ -156,23 +156,36 @@ def grouped_gemm(
     weights = weights_of_rows(name, topk_weights, weights_by, plan, X)
     biases = {} if bias is None else named("bias", bias)
     _checks.same_place(name, X=X, **named("W", W), topk_weights=topk_weights, **biases)
-    dtype = None
+    spec = GemmSpec(sizes, offsets, transpose, plan if permute_x else None, _checks.validation(name, None, X))
+    rows = multiplied(X, W, weights, bias, spec)
+    if plan is None or not permute_y:
+        return rows
+    return move_rows(rows, plan.row_to_slot.unsqueeze(-1), plan.slot_to_row.reshape([-1]))
+
+
+def multiplied(X: Tensor, W: Matrices, weights: Tensor | None, bias: Matrices | None, spec: GemmSpec) -> Tensor:
+    """`grouped_gemm` of checked arguments.
+
+    Args:
+        X: rows [M, D], or tokens if the spec has a plan.
+        W: the matrices.
+        weights: float32 [M], or None.
+        bias: [E, N], a list of vectors, or None.
+        spec: the groups and the options.
+    """
+    name, dtype = "grouped_gemm", None
     if paddle.amp.is_autocast_enabled() and isinstance(X, Tensor) and is_on_gpu(X):
         dtype = getattr(paddle, paddle.amp.get_autocast_dtype())
         X = to_dtype(X, dtype)
-    backend, tokens_of_plan = resolve(name, X), plan if permute_x else None
+    backend = resolve(name, X)
     addend = bias if bias is None or not backend.takes_lists else stacked(bias)
     if dtype is not None:
         W = in_dtype(name, W, dtype, backend)
         addend = None if addend is None else in_dtype(name, addend, dtype, backend)
-    if tokens_of_plan is not None and not backend.gathers_rows:
-        X, _ = resolve("permute", X).permute(X, None, tokens_of_plan, "all")
-        tokens_of_plan = None
-    spec = GemmSpec(sizes, offsets, transpose, tokens_of_plan, _checks.validation(name, None, X))
-    rows = backend.grouped_gemm(X, W, weights, addend, spec)
-    if plan is None or not permute_y:
-        return rows
-    return move_rows(rows, plan.row_to_slot.unsqueeze(-1), plan.slot_to_row.reshape([-1]))
+    if spec.plan is not None and not backend.gathers_rows:
+        X, _ = resolve("permute", X).permute(X, None, spec.plan, "all")
+        spec = spec._replace(plan=None)
+    return backend.grouped_gemm(X, W, weights, addend, spec)
 
 
 def weights_of_rows(

@@ -8,20 +8,19 @@ T tokens of d columns, K slots each, N rows, E experts of inner size n.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import paddle
 from paddle import Tensor, nn
 
 from . import _checks
 from ._activations import ACTIVATIONS, activate
-from ._graphs import is_graph_value, is_on_gpu, public, to_dtype
+from ._graphs import GraphValue, is_graph_value, is_on_gpu, public, to_dtype
 from ._matrices import Matrices, each_of, in_dtype, listed, matrices, named
 from ._native import native
-from .backends import Backend, Float8Matrices, MlpSpec, accumulated, accumulated_each, resolve, why_not
+from .backends import Backend, Float8Matrices, GemmSpec, MlpSpec, accumulated, accumulated_each, resolve, why_not
 from .backends.experts import holds_others, is_default
-from .functional import unpermute
-from .gemm import grouped_gemm
+from .gemm import multiplied
 from .routing import Plan, as_plan, check_weights, tokens_of
 
 __all__ = ["Float8Matrices", "moe_mlp"]
@@ -79,7 +78,7 @@ def moe_mlp(
     through the same graph raises. Lists of matrices are treated as in `grouped_gemm`.
 
     In a graph, and in dygraph where Triton does not run, SwiGLU without biases is one operator of the compiled library
-    if each of ``gate_up`` and ``down`` is one tensor, and without ``accumulate``. A program that was saved on one device
+    if each of ``gate_up`` and ``down`` is one tensor and nothing is accumulated. A program that was saved on one device
     therefore runs on another. The operator keeps the same tensors and respects ``keep``. It ignores ``workspace_mb``:
     all rows of d columns exist at the same time. A second backward pass is supported, a gradient of a gradient is not.
     On a GPU of compute capability 9.0 its kernels run bfloat16 and float16 layers whose d and n are multiples of 8,
@@ -142,25 +141,32 @@ def moe_mlp(
     """
     options = activation, transpose, weights_by, keep, workspace_mb, accumulate
     call = prepared(x, plan, probs, gate_up, down, *options, gate_up_bias, down_bias, compute, float8_matrices)
-    tokens, gate_up, down, weights, gate_up_bias, down_bias = call.operands
-    backend, spec, plan = call.backend, call.spec, call.spec.plan
-    if call.why_composed is None or compute is not None:
-        run = backend.moe_mlp
-        if call.why_composed is not None:
-            from ._float8_mlp import composed_float8 as run  # imported late: needs ml_dtypes, which may be missing
-        out = run(tokens, gate_up, down, weights, spec)
-    else:
-        if spec.accumulates:
-            gate_up, down = (_accumulated_matrices(each, backend.takes_lists) for each in (gate_up, down))
-            gate_up_bias, down_bias = _accumulated_biases(gate_up_bias, down_bias)
-        hidden = grouped_gemm(tokens, gate_up, plan=plan, permute_x=True, transpose=transpose, bias=gate_up_bias)
-        rows = activate(hidden, activation)
-        rows = grouped_gemm(rows, down, plan=plan, transpose=transpose, bias=down_bias)
-        out = _checks.of_its_shape(_NAME, unpermute(rows, plan, weights))
-    shape = x.shape
+    out, shape = outputs_of(call), x.shape
     if len(shape) == 2:
         return out
     return out.reshape([size if size >= 0 else paddle.shape(x)[axis] for axis, size in enumerate(shape)])
+
+
+def outputs_of(call: Prepared) -> Tensor:
+    """The weighted sums of a call, [T, d]."""
+    tokens, gate_up, down, weights, gate_up_bias, down_bias = call.operands
+    spec, plan = call.spec, call.spec.plan
+    if call.why_composed is None:
+        return call.backend.moe_mlp(tokens, gate_up, down, weights, spec)
+    if spec.compute is not None:
+        from ._float8_mlp import composed_float8  # imported late: needs ml_dtypes, which may be missing
+
+        return composed_float8(tokens, gate_up, down, weights, spec)
+    if spec.accumulates:
+        gate_up, down = (_accumulated_matrices(each, call.backend.takes_lists) for each in (gate_up, down))
+        gate_up_bias, down_bias = _accumulated_biases(gate_up_bias, down_bias)
+    groups = GemmSpec(plan.tokens_per_expert, plan.expert_offsets, spec.transpose, None, spec.validation)
+    hidden = multiplied(tokens, gate_up, None, gate_up_bias, groups._replace(plan=plan))
+    rows = multiplied(activate(hidden, call.activation), down, None, down_bias, groups)
+    return _checks.of_its_shape(_NAME, resolve("unpermute", rows).unpermute(rows, weights, plan))
+
+
+Operands: TypeAlias = tuple[Tensor, Matrices, Matrices, Tensor | None, Matrices | None, Matrices | None]
 
 
 class Prepared(NamedTuple):
@@ -171,12 +177,14 @@ class Prepared(NamedTuple):
         operands: tokens [T, d], gate_up, down, weights as the spec says, and the biases. Under mixed precision on a GPU
             tokens and matrices have its dtype.
         spec: all that has no gradient.
+        activation: the activation.
         why_composed: the reason why the backend does not run the layer as one, or None if it does.
     """
 
     backend: Backend
-    operands: tuple[Tensor, Matrices, Matrices, Tensor | None, Matrices | None, Matrices | None]
+    operands: Operands
     spec: MlpSpec
+    activation: str
     why_composed: str | None
 
 
@@ -216,10 +224,43 @@ def prepared(
         tokens = _checks.lines(_NAME, "x", x, _checks.SUM_DTYPES, "d")
     weights_rank = 0 if probs is None else len(probs.shape)
     by_slot = weights_rank == 2 or (weights_rank == 1 and weights_by == "slot")
+    weights = probs
+    if probs is not None and by_slot and weights_rank == 1:
+        weights = probs.reshape([-1, plan.topk])
     if accumulate:
         given = {"gate_up": gate_up, "down": down, **biases}
         check_destinations(_NAME, **{name: each for name, each in given.items() if each is not None})
-    if casts and is_on_gpu(tokens):
+    operands = tokens, gate_up, down, weights, gate_up_bias, down_bias
+    layer = LayerOptions(activation, transpose, keep, workspace_mb, accumulate, compute)
+    return prepared_layer(plan, operands, by_slot, layer, float8_matrices)
+
+
+class LayerOptions(NamedTuple):
+    """The options of `moe_mlp` by which layers differ; `moe_mlp` describes them."""
+
+    activation: str = "swiglu"
+    transpose: bool = False
+    keep: str = "h"
+    workspace_mb: int = 1024
+    accumulate: bool = False
+    compute: str | None = None
+
+
+def prepared_layer(
+    plan: Plan, operands: Operands, by_slot: bool, options: LayerOptions, float8_matrices: Float8Matrices | None = None
+) -> Prepared:
+    """Choose the backend and the form of a layer whose arguments are checked.
+
+    Args:
+        plan: the plan of the tokens.
+        operands: see `Prepared`.
+        by_slot: whether the weights are [T, K] by slot, not [N] by row.
+        options: the options.
+        float8_matrices: see `moe_mlp`.
+    """
+    tokens, gate_up, down, weights, gate_up_bias, down_bias = operands
+    activation, transpose, keep, workspace_mb, accumulate, compute = options
+    if paddle.amp.is_autocast_enabled() and is_on_gpu(tokens):
         dtype = getattr(paddle, paddle.amp.get_autocast_dtype())
         tokens = to_dtype(tokens, dtype)
         backend = resolve("grouped_gemm", tokens)
@@ -227,21 +268,19 @@ def prepared(
         if accumulate:
             gate_up_bias, down_bias = _accumulated_biases(gate_up_bias, down_bias)
             accumulate = False
-    backend = resolve("grouped_gemm", tokens)
+    else:
+        backend = resolve("grouped_gemm", tokens)
     validation = _checks.validation(_NAME, None, tokens)
     how = validation, compute, float8_matrices, keep == "h_fp8"
-    spec = MlpSpec(plan, by_slot, transpose, keep != "x", workspace_mb << 20, accumulate, *how)
+    spec = MlpSpec(plan, by_slot, transpose, keep != "x", int(workspace_mb) << 20, accumulate, *how)
     if activation != "swiglu" or gate_up_bias is not None or down_bias is not None:
         why_composed: str | None = "only SwiGLU without biases is one layer"
     else:
         why_composed = backend.why_composed(tokens, gate_up, down, spec)
-    if compute is not None and why_composed is not None and is_graph_value(tokens):
+    if compute is not None and why_composed is not None and isinstance(tokens, GraphValue):
         _checks.bad_value(_NAME, "compute", "None in a graph without the compiled library", repr(compute))
-    weights = probs
-    if probs is not None and by_slot and weights_rank == 1:
-        weights = probs.reshape([-1, spec.plan.topk])
     operands = tokens, gate_up, down, weights, gate_up_bias, down_bias
-    return Prepared(backend, operands, spec, why_composed)
+    return Prepared(backend, operands, spec, activation, why_composed)
 
 
 def _signature(x: Any, plan: Any, probs: Any, gate_up: Any, down: Any, biases: Any, options: tuple) -> Hashable:

@@ -240,17 +240,26 @@ def route(
     spec = RouteSpec(
         num_experts, topk if is_mask else -1, padding_alignment, counts, buffer_size, duplicates, validation
     )
-    backend = resolve(name, routing)
     try:
-        if capacity is None:
-            maps = backend.route(routing, probs, counts_tensor, spec)
-        else:
-            maps = _route_up_to(backend, capacity, routing, probs, counts_tensor, spec)
+        return planned(routing, probs, counts_tensor, capacity, spec)
     except ValueError as error:
         if not is_mask and columns == num_experts and _holds_zeros_and_ones(routing):
             raise ValueError(f"{error}; a mask [num_tokens, num_experts] must be of dtype bool") from None
         raise
-    return plan_of(maps, num_tokens, topk, num_experts, padding_alignment, has_probs=probs is not None)
+
+
+def planned(
+    routing: Tensor, probs: Tensor | None, counts: Tensor | None, capacity: int | Tensor | None, spec: RouteSpec
+) -> Plan:
+    """`route` of checked arguments; ``counts`` are those that a tensor holds."""
+    backend = resolve("route", routing)
+    if capacity is None:
+        maps = backend.route(routing, probs, counts, spec)
+    else:
+        maps = _route_up_to(backend, capacity, routing, probs, counts, spec)
+    num_tokens, columns = routing.shape
+    sizes = num_tokens, columns if spec.topk < 0 else spec.topk, spec.num_experts, spec.padding_alignment
+    return plan_of(maps, *sizes, has_probs=probs is not None)
 
 
 def plan_of(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import importlib
+import os
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -32,6 +33,7 @@ from .base import (
     TopkSpec,
     Validation,
 )
+from .compiled import direct
 from .experts import Float8Matrices, connect_experts
 from .stacking import lay_side_by_side, shared_memory, stack_or_view, view_of
 
@@ -81,6 +83,7 @@ compiled_backend = compiled.backend
 
 @functools.cache
 def _automatic_for(operator: str, dtype: Any, in_graph: bool) -> tuple[str, ...]:
+    """Backends that may be chosen automatically, in order of preference."""
     return tuple(
         name
         for name, operators in _automatic.items()
@@ -129,17 +132,6 @@ def register_operators() -> None:
     _load("compiled").unavailable()
 
 
-def direct(operator: str, *arguments: Any) -> tuple[Tensor, ...]:
-    """Call a compiled operator that belongs to no backend and has no gradient.
-
-    Raises:
-        RuntimeError: the compiled library cannot be used.
-    """
-    if (problem := compiled.backend.unavailable()) is not None:
-        raise RuntimeError(f"this needs the compiled operators, but {problem}")
-    return compiled.direct(operator, *arguments)
-
-
 @context_manager
 def use_backend(name: str) -> Iterator[None]:
     """Run the operators inside the ``with`` block on one backend; their backward passes stay on it.
@@ -172,11 +164,11 @@ def _requested() -> tuple[str, str] | None:
     name = chosen()
     if name is not None:
         return name, "use_backend"
-    name = _env.backend()
-    if name is None:
+    name = os.environ.get(_env.BACKEND)
+    if not name:
         return None
-    _check_name(name, "PADDLE_MOE_OPS_BACKEND")
-    return name, "PADDLE_MOE_OPS_BACKEND"
+    _check_name(name, _env.BACKEND)
+    return name, _env.BACKEND
 
 
 def resolve(operator: str, like: Tensor | None = None) -> Backend:
@@ -205,21 +197,17 @@ def resolve(operator: str, like: Tensor | None = None) -> Backend:
             raise RuntimeError(f"{operator}: the backend {name!r} chosen by {source} cannot run here: {reason}{others}")
         return _load(name)
     reasons = []
-    for name in _candidates(operator, like, in_graph=in_graph):
-        reason = _problem(name, like)
+    for name in _automatic_for(operator, like.dtype if isinstance(like, Tensor) else None, in_graph):
+        backend = _load(name)
+        reason = backend.unavailable() or (None if like is None else backend.cannot_run_on(like))
         if reason is None:
-            return _load(name)
+            return backend
         reasons.append(f"{name}: {reason}")
     _env.check_cpu_settings()
     raise RuntimeError(
         f"{operator}: no backend can run it here: {'; '.join(reasons)}. The slow NumPy oracle runs everywhere: "
         "use_backend('reference')"
     )
-
-
-def _candidates(operator: str, like: Tensor | None, *, in_graph: bool) -> tuple[str, ...]:
-    """Backends that may be chosen automatically, in order of preference."""
-    return _automatic_for(operator, like.dtype if isinstance(like, Tensor) else None, in_graph)
 
 
 def _problem(name: str, like: Tensor | None) -> str | None:
@@ -273,7 +261,7 @@ def _choice_text(operator: str) -> str:
     backend = resolve(operator)
     name, requested = backend.name, _requested()
     if name in _dygraph_only:
-        in_graphs = (each for each in _candidates(operator, None, in_graph=True) if _problem(each, None) is None)
+        in_graphs = (each for each in _automatic_for(operator, None, True) if _problem(each, None) is None)
         return f"{name} in dygraph, {next(in_graphs, 'none')} in static graphs"
     if name == "compiled" and requested is None and compiled.gpus_without_kernels():
         on_triton = _load("triton").unavailable() is None

@@ -15,7 +15,7 @@ import paddle
 from paddle import Tensor
 
 from .. import _build_check, _env
-from .._graphs import filled, is_graph_value
+from .._graphs import GraphValue, filled
 from .._native import native
 from .base import (
     FLOAT8,
@@ -125,7 +125,13 @@ def _load_direct() -> None:
 
 
 def direct(operator: str, *arguments: Any) -> tuple[Tensor, ...]:
-    """Call an operator that belongs to no backend; `expert_parallel` has some, without gradients."""
+    """Call a compiled operator that belongs to no backend and has no gradient.
+
+    Raises:
+        RuntimeError: the compiled library cannot be used.
+    """
+    if not _direct and (problem := _library_problem()) is not None:
+        raise RuntimeError(f"this needs the compiled operators, but {problem}")
     return _direct[operator](*arguments)
 
 
@@ -185,21 +191,16 @@ def _declines(*_: Any) -> Any:
     return None
 
 
-def _needs_paddle(arguments: Sequence[Any], grad_enabled: bool) -> bool:
-    """True if an argument is a value of a graph, or a tensor that requires a gradient."""
+def _run(operator: str, *arguments: Any) -> Sequence[Tensor]:
+    """Call an operator: through Paddle for values of a graph or if a gradient is required, otherwise directly."""
+    grad_enabled = paddle.is_grad_enabled()
     for argument in arguments:
         if isinstance(argument, Tensor):
             if grad_enabled and not argument.stop_gradient:
-                return True
-        elif is_graph_value(argument):
-            return True
-    return False
-
-
-def _run(operator: str, *arguments: Any) -> Sequence[Tensor]:
-    """Call an operator, directly if no gradient is required."""
-    grad_enabled = paddle.is_grad_enabled()
-    if not _needs_paddle(arguments, grad_enabled):
+                break
+        elif isinstance(argument, GraphValue):
+            break
+    else:
         return _direct[operator](*arguments)
     if not grad_enabled:  # custom operators ignore this mode
         arguments = tuple(argument.detach() if isinstance(argument, Tensor) else argument for argument in arguments)

@@ -96,7 +96,7 @@ def is_default(kept: Float8Matrices | None) -> bool:
 
 
 def holds_others(kept: Float8Matrices, gate_up: Matrices, down: Matrices, transpose: bool) -> bool:
-    """True if the cache contains other matrices. If it is empty, it records these for `made_by`."""
+    """True if the cache contains other matrices. An empty one records these for `made_by`."""
     casts_to = paddle.amp.get_autocast_dtype() if paddle.amp.is_autocast_enabled() else None
     facts = transpose, casts_to, _facts_of(gate_up), _facts_of(down)
     if kept._made is None:

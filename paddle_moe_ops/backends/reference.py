@@ -29,7 +29,8 @@ from .base import (
     Validation,
 )
 from .gradients import WithGradients
-from .host_checks import check_plan_groups, host_route, host_segments
+from .host_checks import host_route
+from .matmul import check_plan_groups, host_segments
 
 _NO_PROBS = np.zeros(0, np.float32)
 

@@ -19,6 +19,7 @@ from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from .._graphs import context_manager
+from ..backends.autograd import wants_gradient
 
 __all__ = [
     "CALL_WORDS",
@@ -28,7 +29,9 @@ __all__ = [
     "Mode",
     "Step",
     "agree",
+    "backward_step",
     "check_calls",
+    "combine_step",
     "group_of",
     "is_gloo",
     "number_of_layer",
@@ -156,6 +159,9 @@ class Mode(enum.IntFlag):
     DISPATCH_BACKWARD = 1  # it runs the backward pass of dispatch
     COMBINE_BACKWARD = 2  # it runs the backward pass of combine; in dispatch: it may run it
     RAISED = 4  # its arguments are bad
+
+
+_RAISED = int(Mode.RAISED)
 
 
 class LayerNumber:
@@ -289,9 +295,27 @@ class Step:
         """
         is_combine = self.kind == Kind.COMBINE_BACKWARD
         forward = Kind.COMBINE if is_combine and Kind.COMBINE in self.call.modes else Kind.DISPATCH
-        modes = self.call.modes.get(forward, [])
-        if not all(mode & self.kind.gradient for mode in modes):
-            raise_for_modes(self.kind, modes, self.words(), self.call.ranks)
+        modes, runs = self.call.modes.get(forward, []), int(self.kind.gradient)
+        for mode in modes:
+            if not mode & runs:
+                raise_for_modes(self.kind, modes, self.words(), self.call.ranks)
+
+
+def backward_step(call: LayerCall, kind: Kind) -> Step:
+    """Return the step of a backward pass.
+
+    Raises:
+        RuntimeError: some ranks do not run it, as far as the host knows.
+    """
+    step = Step(call, kind)
+    step.check_modes()
+    return step
+
+
+def combine_step(call: LayerCall, out: Tensor) -> Step:
+    """Return the step of a combine of expert outputs."""
+    call = call._replace(width=out.shape[1], dtype=_checks.SUM_DTYPES.index(out.dtype))
+    return Step(call, Kind.COMBINE, Mode.COMBINE_BACKWARD if wants_gradient(out) else Mode.NONE)
 
 
 def check_calls(told: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
@@ -301,6 +325,11 @@ def check_calls(told: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
         ValueError: d, K or the dtype differ.
         RuntimeError: ranks are in different calls, or others raised.
     """
+    for words in told:
+        if words[:-1] != told[0][:-1] or words[-1] & _RAISED:
+            break
+    else:
+        return
     raised = [rank for rank, words in zip(ranks, told, strict=True) if words[-1] & Mode.RAISED]
     raise_for_others(_DISPATCH, ranks, raised)
     if len({tuple(words[:4]) for words in told}) > 1:

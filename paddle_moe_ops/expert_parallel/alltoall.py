@@ -21,12 +21,12 @@ from paddle.distributed.communication.group import Group
 from .. import _checks
 from .._graphs import beside, dense, filled
 from ..backends import compiled_backend, direct, resolve
-from ..backends.autograd import Call, Gradients, connect, linear, wants_gradient
+from ..backends.autograd import Call, Gradients, connect, linear
 from ..backends.base import Tensors
 from ..functional import permute, unpermute
 from ..quantization import dequantize_1x128, quantize_1x128
 from ..routing import Plan
-from .agreement import CALL_WORDS, Kind, LayerCall, Mode, Step, is_gloo
+from .agreement import CALL_WORDS, Kind, LayerCall, Step, backward_step, is_gloo
 from .plans import Chunks
 from .rendezvous import Rendezvous, checked_timeout
 
@@ -36,9 +36,7 @@ __all__ = [
     "Chunks",
     "Counts",
     "Scatters",
-    "backward_step",
     "check_travel",
-    "combine_step",
     "counts_of_ranks",
     "exchange",
     "exchange_with_probs",
@@ -337,23 +335,6 @@ class _TokensAndProbs(Call):
         step = backward_step(self.step.call, Kind.DISPATCH_BACKWARD)
         there, back = _in(step, self.counts.there), _in(step, self.counts.back)
         return tuple(linear(_DISPATCH, None, each, back, there) for each in gradients)
-
-
-def backward_step(call: LayerCall, kind: Kind) -> Step:
-    """Return the step of a backward pass.
-
-    Raises:
-        RuntimeError: some ranks do not run it, as far as the host knows.
-    """
-    step = Step(call, kind)
-    step.check_modes()
-    return step
-
-
-def combine_step(call: LayerCall, out: Tensor) -> Step:
-    """Return the step of a combine of expert outputs."""
-    call = call._replace(width=out.shape[1], dtype=_checks.SUM_DTYPES.index(out.dtype))
-    return Step(call, Kind.COMBINE, Mode.COMBINE_BACKWARD if wants_gradient(out) else Mode.NONE)
 
 
 def _in(step: Step, way: Callable[[Tensor, Step], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -14,17 +14,17 @@ from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
-from .._graphs import beside, context_manager, is_graph_value, public
+from .._graphs import GraphValue, beside, context_manager, public
+from ..backends import resolve
 from ..backends.autograd import wants_gradient
 from ..backends.base import Validation
-from ..functional import permute, unpermute
+from ..functional import permute
 from ..routing import Plan, route
-from .agreement import Kind, LayerCall, Mode, Step, agree, group_of, number_of_layer
+from .agreement import Kind, LayerCall, Mode, Step, agree, combine_step, group_of, number_of_layer
 from .alltoall import (
     Chunks,
     Counts,
     check_travel,
-    combine_step,
     counts_of_ranks,
     exchange,
     exchange_with_probs,
@@ -375,7 +375,7 @@ def _dispatch(
 def _check_arguments(x: Tensor, ids: Tensor, probs: Tensor) -> None:
     """Check the tensors of `dispatch`."""
     _checks.tensor(_DISPATCH, "x", x, _checks.SUM_DTYPES, ["num_tokens", "hidden"])
-    if is_graph_value(x):
+    if isinstance(x, GraphValue):
         _checks.bad_value(_DISPATCH, "x", "a tensor; exchanges run in dygraph only", "a value of a static graph")
     _checks.tensor(_DISPATCH, "ids", ids, _checks.ID_DTYPES, [x.shape[0], "topk"])
     _checks.tensor(_DISPATCH, "probs", probs, (paddle.float32,), ids.shape)
@@ -489,9 +489,14 @@ def _combine(out: Tensor, received: Received) -> Tensor:
         _checks.tensor(name, "out", out, _checks.SUM_DTYPES, [lines, "hidden"], f"[{lines}, hidden], {what}")
         if back.plan is None or isinstance(back.peers, DeepEP):
             return back.peers.combine(out, back.trip)
-        return unpermute(back.peers.combine_rows(out, back.trip), back.plan, back.weights)
+        return _sums(back.peers.combine_rows(out, back.trip), back.plan, back.weights)
     lines = sum(back.counts.sent)
     what = _OF_ROWS if back.chunks is not None else _OF_TOKENS
     _checks.tensor(name, "out", out, _checks.SUM_DTYPES, [lines, "hidden"], f"[{lines}, hidden], {what}")
     travelling = out if back.chunks is None else back.chunks.by_rank(out)
-    return unpermute(exchange(travelling, back.counts, combine_step(back.call, out)), back.plan, back.weights)
+    return _sums(exchange(travelling, back.counts, combine_step(back.call, out)), back.plan, back.weights)
+
+
+def _sums(rows: Tensor, plan: Plan, weights: Tensor | None) -> Tensor:
+    """The sums of each token's rows."""
+    return resolve("unpermute", rows).unpermute(rows, weights, plan)

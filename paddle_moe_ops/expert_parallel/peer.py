@@ -24,8 +24,7 @@ from ..backends.autograd import Call, Gradients, connect, first_order_only, line
 from ..backends.base import Tensors
 from ..functional import permute, unpermute
 from ..routing import Plan, plan_of
-from .agreement import Kind, LayerCall, Step
-from .alltoall import backward_step, combine_step
+from .agreement import Kind, LayerCall, Step, backward_step, combine_step
 from .plans import HEADER
 from .rendezvous import Barrier
 from .symmetric_memory import BufferShape, GroupBuffers, OwnRows, RowBuffer, allocate, granularity
@@ -105,6 +104,7 @@ class TokenChannel:
     Attributes:
         rows_per_rank: S, at least the capacity.
         scale_columns: columns of a token's scales from `quantize_1x128`; 0 without float8.
+        state: of the barrier.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class TokenChannel:
         step: Step,
     ) -> None:
         width, ranks = like.shape[1], group.nranks
-        self.timeout, self._barrier = timeout, barrier
+        self.timeout, self._barrier, self.state = timeout, barrier, barrier.state
         self.meet(step)
         page, row_bytes = granularity(like.place), width * like.element_size()
         multiple = page // math.gcd(page, row_bytes)
@@ -184,12 +184,7 @@ class TokenChannel:
         return self._rows(*pairs[self._barrier.next()])
 
     def _rows(self, arrived: Tensor, peers: Tensor) -> RowBuffer:
-        return RowBuffer(arrived, peers, self.group.nranks, self.group.rank, self._barrier.state)
-
-    @property
-    def state(self) -> Tensor:
-        """The state of the barrier."""
-        return self._barrier.state
+        return RowBuffer(arrived, peers, self.group.nranks, self.group.rank, self.state)
 
 
 class RowChannel:
@@ -337,7 +332,7 @@ class _Dispatch(Call):
         return tokens, their_probs
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
-        d_tokens, d_probs = (each.detach() for each in gradients)
+        d_tokens, d_probs = gradients[0].detach(), gradients[1].detach()
         step = backward_step(self.step.call, Kind.DISPATCH_BACKWARD)
         channel, slot, trip = self.channel, self.channel.slot(), self.arrived.trip
         slot.rows.send(d_tokens, trip.arrived, OwnRows.STAY)

@@ -281,6 +281,9 @@ class Barrier:
 
     If ranks are in different calls, a CPU raises in the barrier. A GPU marks the state, and all later received values
     are NaN. The host raises in its next exchange after the mark has reached host memory.
+
+    Attributes:
+        state: int32 [2]; the second element is the mark.
     """
 
     def __init__(self, group: Group, like: Tensor) -> None:
@@ -289,17 +292,12 @@ class Barrier:
         flags.arrived.zero_()
         flags.arrived[:, :1].tolist()  # waits until they are zero
         agree("ExpertParallel.dispatch", group, {})  # waits until they are zero on all ranks
-        self._state = filled([2], 0, "int32", like=like)
+        self.state = filled([2], 0, "int32", like=like)
         (report,) = direct("host_words", like, 1 + group.nranks * CALL_WORDS)
         self._report = _words_of(report)[0]
-        self._places = *flags, self._state, report
+        self._places = *flags, self.state, report
         self._exchange = 0
         self._lent: list[weakref.ref[Tensor]] = []
-
-    @property
-    def state(self) -> Tensor:
-        """The state of the barrier, int32 [2]; the second element is the mark."""
-        return self._state
 
     def lend(self, view: Tensor) -> None:
         """Let backward passes raise if they read a view of a buffer after the next exchange has begun.
@@ -310,7 +308,8 @@ class Barrier:
 
     def next(self) -> int:
         """Begin an exchange, and return the index of its buffer in a pair."""
-        self._raise_if_marked()
+        if self._report[0]:
+            self._raise()
         self._exchange += 1
         for each in self._lent:
             view = each()
@@ -333,36 +332,36 @@ class Barrier:
         words, waits = step.words(self._exchange), math.ceil(timeout * 1000)
         gradient = int(step.kind.gradient)
         (calls,) = direct("rank_barrier", *self._places, words, forward_calls, gradient, waits)
-        self._raise_if_marked()
-        self._keep_modes(step, calls)
+        self._check(step, calls)
         return calls
 
     def arrivals(self, step: Step, timeout: float, records: Tensor, *sizes: int) -> tuple[Tensor, ...]:
         """Wait for all ranks; returns their calls and records, concurrently with the work up to operator rank_join."""
         words, waits = step.words(self._exchange), math.ceil(timeout * 1000)
         made = direct("rank_arrivals", records, *self._places, words, waits, *sizes)
-        self._raise_if_marked()
-        self._keep_modes(step, made[0])
+        self._check(step, made[0])
         return made
 
     def meet(self, step: Step, timeout: float) -> None:
         """Wait for all ranks on the host, before they allocate buffers together."""
         self.wait(step, timeout)
-        self._state.tolist()
-        self._raise_if_marked()
+        self.state.tolist()
+        if self._report[0]:
+            self._raise()
 
-    def _keep_modes(self, step: Step, calls: Tensor) -> None:
-        """Store the modes of all ranks on the host, if it need not wait for them."""
+    def _check(self, step: Step, calls: Tensor) -> None:
+        """Raise if the state is marked; otherwise store the modes of all ranks, if the host need not wait for them."""
+        if self._report[0]:
+            self._raise()
         if calls.place.is_cpu_place():
             step.check(_words_of(calls).tolist())
 
-    def _raise_if_marked(self) -> None:
+    def _raise(self) -> None:
+        """Raise the error that marked the state, and clear the mark."""
         reason, ranks = int(self._report[0]), self._group.ranks
-        if reason == 0:
-            return
         told = self._report[1:].reshape([len(ranks), CALL_WORDS]).tolist()
         self._report[0] = 0
-        self._state[1:].zero_()
+        self.state[1:].zero_()
         if reason == _MODES_DIFFER:
             forward = Kind(told[0][0])
             kind = Kind.COMBINE_BACKWARD if forward == Kind.COMBINE else Kind.DISPATCH_BACKWARD

@@ -1,20 +1,18 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers that the layers share: weights, checks, and arithmetic on dtypes that Paddle's CPU lacks."""
+"""Helpers of constructors that the layers share."""
 
 from __future__ import annotations
 
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import paddle
 from paddle import Tensor, nn
 
 from .. import _checks
-from .._graphs import in_float32, public
 
 
 def initial(fan_in: int) -> Any:
@@ -54,7 +52,7 @@ class Size(int):
     """An int that is part of a program.
 
     If layers of one class are traced by bytecode and differ in an attribute that is a plain int, Paddle turns it into a
-    tensor. It treats the sizes of their weights as unknown, see `of_shape`.
+    tensor.
     """
 
 
@@ -63,35 +61,7 @@ def sizes(function: str, **given: Any) -> list[Size]:
     return [Size(_checks.integer(function, name, size, 1)) for name, size in given.items()]
 
 
-def of_shape(weight: Tensor, shape: list[int]) -> Tensor:
-    """A weight whose sizes are known."""
-    return weight.reshape(shape) if -1 in weight.shape else weight
-
-
-def check_rows(
-    function: str, argument: str, x: Any, like: Tensor, shape: Sequence[int | str], shape_text: str | None = None
-) -> Tensor:
-    """Check a tensor that is to be multiplied with a weight: its dtype, but under mixed precision, and its shape."""
-    takes_any = paddle.amp.is_autocast_enabled() or like.dtype not in _checks.SUM_DTYPES
-    dtypes = _checks.SUM_DTYPES if takes_any else (like.dtype,)
-    return _checks.tensor(function, argument, x, dtypes, shape, shape_text)
-
-
 def described(weight: Tensor, **settings: Any) -> str:
     """The text of a layer for print(), in the form of Paddle's own layers."""
     named = (f"{name}={value}" for name, value in settings.items())
     return ", ".join((*named, f"dtype={_checks.dtype_name(weight.dtype)}"))
-
-
-@public("x", "y")
-def add(x: Tensor, y: Tensor) -> Tensor:
-    """The sum of two tensors of one shape."""
-    return in_float32(paddle.add, x, y)
-
-
-@public("rows", "x")
-def with_shape_of(rows: Tensor, x: Tensor) -> Tensor:
-    """Rows [T, H] in the shape of x, [T, H] or [B, S, H]."""
-    if x.ndim == 2:
-        return rows
-    return rows.reshape([size if size >= 0 else paddle.shape(x)[axis] for axis, size in enumerate(x.shape)])

@@ -15,14 +15,24 @@ from paddle.jit import not_to_static
 
 from .. import _checks
 from .._activations import ACTIVATIONS, activate, swiglu
-from .._graphs import in_float32, is_graph_value, public, ready_for_matmul
-from ..backends import Float8Matrices, accumulated
+from .._graphs import GraphValue, in_float32, is_graph_value, of_shape, public, ready_for_matmul
+from ..backends import Float8Matrices, GemmSpec, accumulated
 from ..backends.experts import holds_others, is_default
 from ..expert_parallel.parameters import copy_marks, sharded_state_of_experts
-from ..gemm import grouped_gemm
-from ..mlp import IN_GRAPH, check_compute, check_destinations, check_memory_options, moe_mlp
-from ..routing import Plan, as_plan, check_weights
-from ._common import Size, check_rows, described, initial, of_shape, sizes, weight
+from ..gemm import multiplied
+from ..mlp import (
+    IN_GRAPH,
+    LayerOptions,
+    check_compute,
+    check_destinations,
+    check_memory_options,
+    outputs_of,
+    prepared_layer,
+)
+from ..routing import Plan, as_plan, check_weights, row_probs, tokens_of
+from ._common import Size, described, initial, sizes, weight
+
+_NAME = "SwiGLUExperts"
 
 
 class SwiGLU(nn.Layer):
@@ -106,20 +116,20 @@ class SwiGLUExperts(nn.Layer):
         compute: str | None = None,
     ) -> None:
         super().__init__()
-        self.activation = _checks.choice("SwiGLUExperts", "activation", activation, ACTIVATIONS)
-        _checks.flag("SwiGLUExperts", "bias", bias)
-        check_memory_options("SwiGLUExperts", keep, workspace_mb, accumulate, compute)
-        check_compute("SwiGLUExperts", compute, activation, bias)
+        self.activation = _checks.choice(_NAME, "activation", activation, ACTIVATIONS)
+        _checks.flag(_NAME, "bias", bias)
+        check_memory_options(_NAME, keep, workspace_mb, accumulate, compute)
+        check_compute(_NAME, compute, activation, bias)
         self.compute = compute
         self.float8_matrices = None if compute is None else Float8Matrices()
-        self._name_in_errors = "SwiGLUExperts"  # the layer that the user called
+        self._name_in_errors = _NAME  # the layer that the user called
         self.memory_options: dict[str, Any] = {
             "keep": keep,
             "workspace_mb": Size(workspace_mb),
             "accumulate": accumulate,
         }
         self.num_experts, self.hidden_size, self.intermediate_size = sizes(
-            "SwiGLUExperts",
+            _NAME,
             num_experts=num_experts,
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
@@ -226,16 +236,15 @@ class SwiGLUExperts(nn.Layer):
                 a graph are not checked. Also ``is_first_microbatch=False`` before any codes are kept, or after the
                 matrices have moved, or ``is_first_microbatch`` in a static graph with ``compute``.
         """
-        name = "SwiGLUExperts"
-        _checks.flag(name, "combine", combine)
+        _checks.flag(_NAME, "combine", combine)
         if is_first_microbatch is not None:
             _checks.flag(self._name_in_errors, "is_first_microbatch", is_first_microbatch)
         if plan is None and probs is not None:
-            _checks.bad_value(name, "probs", "None without a plan", type(probs).__name__)
+            _checks.bad_value(_NAME, "probs", "None without a plan", type(probs).__name__)
         if plan is not None and tokens_per_expert is not None:
-            _checks.bad_value(name, "tokens_per_expert", "None with a plan", type(tokens_per_expert).__name__)
+            _checks.bad_value(_NAME, "tokens_per_expert", "None with a plan", type(tokens_per_expert).__name__)
         if plan is not None and padding_alignment != 1:
-            _checks.bad_value(name, "padding_alignment", "1 with a plan", padding_alignment)
+            _checks.bad_value(_NAME, "padding_alignment", "1 with a plan", padding_alignment)
         sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
         if combine:
             experts = _Parameters(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
@@ -273,13 +282,11 @@ class SwiGLUExperts(nn.Layer):
     def _parameters_of_rows(self, rows: Tensor) -> _Parameters:
         """The parameters for calls that `moe_mlp` does not run."""
         if self.compute is not None:
-            _checks.bad_value("SwiGLUExperts", "combine", f"True with compute={self.compute!r}", False)
+            _checks.bad_value(_NAME, "combine", f"True with compute={self.compute!r}", False)
         given = _Parameters(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
-        if not _accumulates("SwiGLUExperts", rows, self.training, accumulate=self.memory_options["accumulate"]):
+        if not _accumulates(_NAME, rows, self.training, accumulate=self.memory_options["accumulate"]):
             return given
-        check_destinations(
-            "SwiGLUExperts", **{name: each for name, each in given._asdict().items() if each is not None}
-        )
+        _check_destinations(_NAME, given)
         return _Parameters(*(None if each is None else accumulated(each) for each in given))
 
 
@@ -292,18 +299,22 @@ class _Parameters(NamedTuple):
     down_bias: Tensor | None
 
 
+def _check_destinations(name: str, given: _Parameters) -> None:
+    check_destinations(name, **{argument: each for argument, each in given._asdict().items() if each is not None})
+
+
 def _accumulates(name: str, rows: Tensor, training: bool, *, accumulate: bool) -> bool:
     """True if this call's gradients are added to existing ones, which a graph cannot do."""
     if accumulate and training and is_graph_value(rows):
         _checks.bad_value(name, "accumulate", f"False, or the layer in eval() mode, {IN_GRAPH}", True)
-    return accumulate and not is_graph_value(rows)
+    return accumulate and not isinstance(rows, GraphValue)
 
 
 @public("x", "gate_up", "down")
 def _swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor, hidden: int, intermediate: int) -> Tensor:
     gate_up, down = of_shape(gate_up, [hidden, 2 * intermediate]), of_shape(down, [intermediate, hidden])
     rank = max(getattr(x, "ndim", 1), 1)
-    check_rows("SwiGLU", "x", x, gate_up, [*(f"dim{i}" for i in range(rank - 1)), hidden], f"[..., {hidden}]")
+    _checks.operand("SwiGLU", "x", x, gate_up, [*["size"] * (rank - 1), hidden], f"[..., {hidden}]")
     return in_float32(_multiply_twice, x, gate_up, down)
 
 
@@ -321,13 +332,13 @@ def _by_counts(
     padding_alignment: int,
 ) -> Tensor:
     """Each expert on its segment of rows; the sizes are E, H and I."""
-    (alignment,) = sizes("SwiGLUExperts", padding_alignment=padding_alignment)
+    (alignment,) = sizes(_NAME, padding_alignment=padding_alignment)
     gate_up, down, first_bias, second_bias = _of_shapes(experts, *sizes_of)
-    check_rows("SwiGLUExperts", "rows", rows, gate_up, ["N", gate_up.shape[1]])
-    tokens, offsets = _groups(counts, gate_up.shape[0], rows, alignment)
-    options: dict[str, Any] = {"transpose": False, "expert_offsets": offsets}
-    hidden = activate(grouped_gemm(rows, gate_up, tokens, bias=first_bias, **options), activation)
-    return grouped_gemm(hidden, down, tokens, bias=second_bias, **options)
+    _checks.operand(_NAME, "rows", rows, gate_up, ["N", gate_up.shape[1]])
+    counts, offsets = _groups(counts, gate_up.shape[0], rows, alignment)
+    groups = GemmSpec(counts, offsets, False, None, _checks.validation(_NAME, None, rows))
+    hidden = activate(multiplied(rows, gate_up, None, first_bias, groups), activation)
+    return multiplied(hidden, down, None, second_bias, groups)
 
 
 @public("x", "experts", "probs")
@@ -342,14 +353,14 @@ def _by_plan(
 ) -> Tensor:
     """Each expert on its tokens; the sizes are E, H and I, ``argument`` is the caller's name of x."""
     gate_up, down, first_bias, second_bias = _of_shapes(experts, *sizes_of)
-    name = "SwiGLUExperts"
-    check_rows(name, argument, x, gate_up, ["T", gate_up.shape[1]])
-    plan = _plan_of(name, plan, gate_up.shape[0])
-    by_slot = probs is None or check_weights(name, "probs", probs, plan)
-    with _checks.renaming("grouped_gemm", name, X=argument, topk_weights="probs"):
-        hidden = grouped_gemm(x, gate_up, plan=plan, permute_x=True, transpose=False, bias=first_bias)
-        options: dict[str, Any] = {"topk_weights": probs, "weights_by": "slot" if by_slot else "row"}
-        return grouped_gemm(activate(hidden, activation), down, plan=plan, transpose=False, bias=second_bias, **options)
+    plan = _plan_of_tokens(_NAME, argument, x, plan, gate_up)
+    weights = probs
+    if probs is not None and check_weights(_NAME, "probs", probs, plan):
+        weights = row_probs(probs, plan)
+    groups = GemmSpec(plan.tokens_per_expert, plan.expert_offsets, False, None, _checks.validation(_NAME, None, x))
+    with _checks.renaming("grouped_gemm", _NAME, X=argument):
+        hidden = multiplied(x, gate_up, None, first_bias, groups._replace(plan=plan))
+        return multiplied(activate(hidden, activation), down, weights, second_bias, groups)
 
 
 @public("x", "experts", "probs")
@@ -372,15 +383,16 @@ def _combined(
 ) -> Tensor:
     """Each expert on its tokens, and the sums of their rows; the sizes are E, H and I, ``name`` begins errors."""
     accumulate = _accumulates(name, x, training, accumulate=accumulate)
+    if accumulate:
+        _check_destinations(name, experts)
     gate_up, down, gate_up_bias, down_bias = _of_shapes(experts, *sizes_of)
-    check_rows(name, "rows", x, gate_up, ["T", gate_up.shape[1]])
-    plan = _plan_of(name, plan, gate_up.shape[0])
-    options: dict[str, Any] = {"keep": keep, "workspace_mb": int(workspace_mb), "accumulate": accumulate}
-    options |= {"activation": activation, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    plan = _plan_of_tokens(name, "rows", x, plan, gate_up)
+    by_slot = probs is not None and check_weights(name, "probs", probs, plan)
+    _checks.same_place(name, rows=x, gate_up=gate_up, plan=plan.row_to_token, probs=probs)
     matrices = _matrices_of_call(name, kept, x, gate_up, down, is_first_microbatch)
-    options |= {"compute": compute, "float8_matrices": matrices}
-    with _checks.renaming("moe_mlp", name, x="rows"):
-        return moe_mlp(x, plan, probs, gate_up, down, **options)
+    options = LayerOptions(activation, False, keep, workspace_mb, accumulate, compute)
+    operands = x, gate_up, down, probs, gate_up_bias, down_bias
+    return outputs_of(prepared_layer(plan, operands, by_slot, options, matrices))
 
 
 def _matrices_of_call(
@@ -395,22 +407,26 @@ def _matrices_of_call(
         return None
     if is_first_microbatch:
         kept.clear()
-        return kept
     expected = None
-    if kept.is_empty:
-        expected = None if is_first_microbatch is None else "True or None before anything is kept"
-    elif holds_others(kept, gate_up, down, False):
+    if holds_others(kept, gate_up, down, False):
         by_model = ", or set_is_first_microbatch called again," if is_first_microbatch is None else ""
         expected = f"True{by_model} once the matrices have moved or changed their dtype"
+    elif kept.is_empty and is_first_microbatch is False:
+        expected = "True or None before anything is kept"
     if expected is not None:
         _checks.bad_value(name, "is_first_microbatch", expected, is_first_microbatch)
     return kept
 
 
-def _plan_of(function: str, plan: Plan | None, num_experts: int) -> Plan:
+def _plan_of_tokens(function: str, argument: str, x: Tensor, plan: Plan | None, gate_up: Tensor) -> Plan:
+    """Check tokens [T, H] and their plan."""
+    num_experts, hidden, _ = gate_up.shape
+    _checks.operand(function, argument, x, gate_up, ["T", hidden])
     plan = as_plan(function, plan)
     if plan.num_experts != num_experts:
         _checks.bad_value(function, "plan", f"one of {num_experts} experts", f"one of {plan.num_experts}")
+    if x.shape[0] != plan.num_tokens:
+        _checks.rows(function, argument, x, _checks.SUM_DTYPES, *tokens_of(plan))
     return plan
 
 
@@ -422,12 +438,12 @@ def _of_shapes(experts: _Parameters, num_experts: int, hidden: int, intermediate
         [num_experts, hidden],
     )
     found = zip(experts, shapes, strict=True)
-    return _Parameters(*(None if each is None else of_shape(each, shape) for each, shape in found))
+    return _Parameters(*[None if each is None else of_shape(each, shape) for each, shape in found])
 
 
 def _groups(counts: Any, num_experts: int, rows: Tensor, alignment: int) -> tuple[Any, Any]:
     """`m_sizes` and `expert_offsets` of `grouped_gemm`: rows of padding are between the groups."""
-    name, argument, expected = "SwiGLUExperts", "tokens_per_expert", "a list of ints or a 1-D int array or tensor"
+    name, argument, expected = _NAME, "tokens_per_expert", "a list of ints or a 1-D int array or tensor"
     if isinstance(counts, Tensor) or is_graph_value(counts):
         _checks.tensor(name, argument, counts, _checks.ID_DTYPES, [num_experts])
         if is_graph_value(counts) or is_graph_value(rows) or not counts.place.is_cpu_place():

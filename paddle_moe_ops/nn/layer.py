@@ -14,17 +14,20 @@ from paddle.jit import not_to_static
 from paddle.jit.sot.psdb import in_sot
 
 from .. import _checks
-from .._graphs import filled, is_graph_value, public
+from .._graphs import GraphValue, filled, in_float32, is_graph_value, public
+from ..backends import RouteSpec
 from ..expert_parallel.agreement import group_of, raising_together
 from ..expert_parallel.alltoall import check_travel
 from ..expert_parallel.dispatch import ExpertParallel, parallel_of_agreed, telling_of_errors
 from ..expert_parallel.parameters import mark_expert_parameters, start_as_one
 from ..expert_parallel.rendezvous import DEFAULT_TIMEOUT_S
-from ..routing import Plan, route
-from ._common import add, check_rows, misnamed, warn_user, with_shape_of
+from ..routing import Plan, planned
+from ._common import misnamed, warn_user
 from .experts import SwiGLU, SwiGLUExperts
 from .losses import loss_of_load, normalised, router_z_loss
 from .router import TopKRouter, capacity_of
+
+_NAME = "MoELayer"
 
 
 class MoELayer(nn.Layer):
@@ -259,16 +262,15 @@ class MoELayer(nn.Layer):
             capacity = capacity_of(count, ids.shape[1], self.router.num_experts, self.router.capacity_factor)
             given = tokens, ids, probs, capacity, is_first_microbatch
             out, load, dropped = _over_ranks(self.parallel, self.experts, *given)
-        if self.shared is not None:
-            out = add(out, self.shared(tokens))
+        shared = None if self.shared is None else self.shared(tokens)
         last = load, dropped, scores, logits, kept
-        self._last = _Traced(last) if is_graph_value(load) else last
+        self._last = _Traced(last) if isinstance(load, GraphValue) else last
         if in_sot():  # tracing reads a property of the actual layer, which describes the previous pass
             self.tokens_per_expert = load  # type: ignore[misc]
             self.dropped_slots = dropped  # type: ignore[misc]
             self.aux_loss = self._balance(*last)  # type: ignore[misc]
             self.z_loss = router_z_loss(logits, kept)  # type: ignore[misc]
-        return _result(out, x)
+        return _result(out, shared, x)
 
     def close(self) -> None:
         """Free the memory that the ranks of the group share once nothing else uses it; parameters stay.
@@ -331,19 +333,23 @@ class _Traced:
         return self._values if self._program() is paddle.static.default_main_program() else None
 
 
-@public("out", "x")
-def _result(out: Tensor, x: Tensor) -> Tensor:
-    return _checks.of_its_shape("MoELayer", with_shape_of(out, x))
+@public("out", "shared", "x")
+def _result(out: Tensor, shared: Tensor | None, x: Tensor) -> Tensor:
+    """The sum of the rows [T, H] of all experts in the shape of x, [T, H] or [B, S, H]."""
+    if shared is not None:
+        out = in_float32(paddle.add, out, shared)
+    if x.ndim > 2:
+        out = out.reshape([size if size >= 0 else paddle.shape(x)[axis] for axis, size in enumerate(x.shape)])
+    return _checks.of_its_shape(_NAME, out)
 
 
 @public("x", "weights")
 def _tokens(x: Tensor, weights: Tensor, hidden: int) -> Tensor:
     """The tokens [T, H] of [T, H] or [B, S, H]."""
-    _checks.instance("MoELayer", "x", x, Tensor, "a paddle.Tensor")
-    rank = x.ndim
-    if rank not in (2, 3) or x.shape[-1] not in (hidden, -1):
-        _checks.bad_value("MoELayer", "x", f"of shape [T, {hidden}] or [B, S, {hidden}]", list(x.shape))
-    check_rows("MoELayer", "x", x, weights, (*("B", "S")[3 - rank :], hidden))
+    rank = getattr(x, "ndim", 2)
+    if rank not in (2, 3) or (isinstance(x, (Tensor, GraphValue)) and x.shape[-1] not in (hidden, -1)):
+        _checks.bad_value(_NAME, "x", f"of shape [T, {hidden}] or [B, S, {hidden}]", list(x.shape))
+    _checks.operand(_NAME, "x", x, weights, (*("B", "S")[3 - rank :], hidden))
     if x.shape[-1] < 0:  # traced by bytecode after inputs of another rank; fails to run if the width is another
         x = x.reshape([*(paddle.shape(x)[axis] for axis in range(rank - 1)), hidden])
     return x if rank == 2 else x.reshape([-1, hidden])
@@ -352,7 +358,7 @@ def _tokens(x: Tensor, weights: Tensor, hidden: int) -> Tensor:
 @public()
 def _mask(mask: Tensor, x: Tensor) -> Tensor:
     """A mask [T] of tokens [T, H] or [B, S, H]."""
-    _checks.tensor("MoELayer", "mask", mask, (paddle.bool,), x.shape[:-1])
+    _checks.tensor(_NAME, "mask", mask, (paddle.bool,), x.shape[:-1])
     return mask if mask.ndim == 1 else mask.reshape([-1])
 
 
@@ -383,10 +389,13 @@ def _plan(tokens: Tensor, ids: Tensor, mask: Tensor | None, num_experts: int, ca
     On a GPU the rows are in a buffer with room for all slots, so the host need not read their number.
     """
     num_tokens, topk = ids.shape
-    stays_here = is_graph_value(ids) or ids.place.is_cpu_place()
+    stays_here = isinstance(ids, GraphValue) or ids.place.is_cpu_place()
     buffer_size = -1 if stays_here else num_tokens * topk
-    count = num_tokens if num_tokens >= 0 else paddle.shape(ids)[0]
-    if mask is not None and capacity_factor is not None:
-        count = mask.astype("int64").sum()
-    capacity = capacity_of(count, topk, num_experts, capacity_factor)
-    return route(ids, num_experts=num_experts, buffer_size=buffer_size, capacity=capacity)
+    capacity = None
+    if capacity_factor is not None:
+        count = num_tokens if num_tokens >= 0 else paddle.shape(ids)[0]
+        if mask is not None:
+            count = mask.astype("int64").sum()
+        capacity = capacity_of(count, topk, num_experts, capacity_factor)
+    validation = _checks.validation(_NAME, None, ids)
+    return planned(ids, None, None, capacity, RouteSpec(num_experts, -1, 1, None, buffer_size, "first", validation))

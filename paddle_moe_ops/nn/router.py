@@ -20,13 +20,15 @@ from .._graphs import (
     filled,
     float32,
     is_graph_value,
+    of_shape,
     public,
     ready_for_matmul,
     without_autocast,
     without_gradients,
 )
-from ..routing import calculate_topk, check_groups
-from ._common import Size, described, misnamed, of_shape, sizes, warn_user, weight
+from ..backends import TopkSpec, resolve
+from ..routing import check_groups
+from ._common import Size, described, misnamed, sizes, warn_user, weight
 
 SCORING = ("softmax", "sigmoid")
 _INTEGERS = (paddle.int32, paddle.int64, paddle.int16, paddle.int8, paddle.uint8, paddle.bool)
@@ -191,7 +193,7 @@ class TopKRouter(nn.Layer):
         """
         if not isinstance(num_tokens, Tensor) and not is_graph_value(num_tokens):
             num_tokens = _checks.integer("capacity", "num_tokens", num_tokens, 0)
-        return capacity_of(num_tokens, self.topk, self.num_experts, self.capacity_factor)
+        return _capacity(num_tokens, self.topk, self.num_experts, self.capacity_factor)
 
     @without_gradients
     def update_correction_bias(self, tokens_per_expert: Sequence[int] | Tensor, rate: float = 1e-3) -> None:
@@ -272,7 +274,7 @@ def _choose(
     num_experts: int,
     **options: Any,
 ) -> RouterOutput:
-    """The router of a weight [H, E] and a bias [E]; the options are those of `calculate_topk`."""
+    """The router of a weight [H, E] and a bias [E]; the options are those of a `TopkSpec`."""
     _checks.tensor("TopKRouter", "x", x, _checks.SUM_DTYPES, ["T", hidden])
     if mask is not None:
         _checks.tensor("TopKRouter", "mask", mask, (paddle.bool,), [x.shape[0]])
@@ -280,7 +282,8 @@ def _choose(
         wide = of_shape(float32(weight), [hidden, num_experts])
         logits = paddle.matmul(ready_for_matmul(float32(x), wide), wide)
         bias = None if bias is None else of_shape(float32(bias), [num_experts])
-        probs, ids, scores = calculate_topk(logits, correction_bias=bias, return_scores=True, **options)
+        spec = TopkSpec(pre_act=True, return_scores=True, **options)
+        probs, ids, scores = resolve("calculate_topk", logits).calculate_topk(logits, bias, spec)
         ids = ids.astype("int32")
         if mask is not None:
             counts = mask.unsqueeze(-1)
@@ -289,7 +292,6 @@ def _choose(
     return RouterOutput(ids, probs, scores, logits)
 
 
-@public()
 def capacity_of(
     num_tokens: int | Tensor, topk: int, num_experts: int, capacity_factor: float | None
 ) -> int | Tensor | None:
@@ -302,3 +304,8 @@ def capacity_of(
     factor, experts = (filled([], number, "float64", like=num_tokens) for number in (capacity_factor, num_experts))
     rows = (num_tokens.astype("int64") * topk).astype("float64") * factor / experts
     return paddle.ceil(rows).clip(min=1).astype("int64")
+
+
+@public()
+def _capacity(num_tokens: Any, topk: int, num_experts: int, capacity_factor: float | None) -> Any:
+    return capacity_of(num_tokens, topk, num_experts, capacity_factor)

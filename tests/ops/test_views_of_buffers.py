@@ -163,6 +163,6 @@ def test_a_buffer_that_is_written_between_two_forwards_and_their_backward(way, p
     for new, out in zip(data, outputs, strict=True):
         expected = gradients_of(moe_mlp(new, plan, None, *weights, **options))
         may_refuse = part == "rows" and out is outputs[0]
-        with contextlib.suppress(OSError) if may_refuse else contextlib.nullcontext():
+        with contextlib.suppress(OSError, RuntimeError) if may_refuse else contextlib.nullcontext():
             for got, wanted in zip(gradients_of(out), expected, strict=True):
                 assert_bits_equal(got, wanted)
