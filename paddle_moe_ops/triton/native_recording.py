@@ -3,9 +3,9 @@
 """Recorded calls for the compiled library, which repeats them without Python (csrc/paddle/recording.cc).
 
 Triton's launchers parse a call's arguments one by one, several dozen for each launch. The library gets them once, as
-the bytes that a kernel gets, and asks CUDA's driver for the launch. What a kernel gets besides its own arguments is not
-part of Triton's interface. So the driver is asked for each kernel's parameters. If a kernel has other parameters than
-expected, or is launched in another way, Python repeats the recording.
+the bytes that a kernel gets, and asks CUDA's driver for the launch. Triton's interface does not define the hidden
+parameters of its kernels, so the driver is asked for the parameters of each kernel. If they differ from the expected
+ones, or a kernel is launched in another way, Python repeats the recording.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class Driver(NamedTuple):
 
 
 class Repeater(NamedTuple):
-    """What repeats recorded calls on a device: functions of the compiled library, and the device's driver."""
+    """The functions of the compiled library and the driver that repeat recorded calls on a device."""
 
     functions: Functions
     driver: Driver
 
 
 def repeated(device: Device, options: tuple[Hashable, ...], inputs: Sequence[Array | None]) -> Sequence[Any] | None:
-    """What `recording.recorded` would give for these options and inputs, or None if it must be called.
+    """Repeat the recorded call of these options and inputs, or return None if there is no recording.
 
     The inputs may be arrays of any strides: the library's facts about arrays tell whether those of the earlier call had
     the same strides.
@@ -81,7 +81,7 @@ def repeated(device: Device, options: tuple[Hashable, ...], inputs: Sequence[Arr
 
 
 class _Target(NamedTuple):
-    """Where a launch goes: what `new_recording` needs to know about a kernel.
+    """The part of a launch that depends on its kernel alone, for `new_recording`.
 
     Attributes:
         function: address or handle.
