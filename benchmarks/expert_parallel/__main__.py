@@ -23,8 +23,8 @@ to others.
 With ``--fetched`` the copy, dispatch and combine alone are timed, with several shares of rows that are fetched.
 
 With ``--timeline`` one layer call is recorded instead: for each rank when each step of routing, dispatch, products and
-combine begins and ends, forward and backward, in microseconds from a common start. Of several calls it is the one whose
-time is the median. That runs between processes on a CPU, too:
+combine begins and ends, forward and backward, in microseconds from a common start. The recorded call is the one of
+median time among several. A timeline of processes on a CPU:
 
     python3 -m benchmarks.expert_parallel --timeline --backend gloo --shapes trial --tokens 64 --out FILE --commit -
 """
