@@ -88,7 +88,7 @@ class LibraryKernel:
         name: of the launch.
         entry: the function; its arguments are a struct and a stream.
         params: the struct, without whose size the launch's arguments are its fields.
-        last_error: gives the text of the last failure.
+        last_error: returns the text of the last failure.
     """
 
     function = packed_metadata = None

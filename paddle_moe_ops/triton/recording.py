@@ -21,7 +21,7 @@ __all__ = ["facts_of", "recorded"]
 
 
 def facts_of(device: Device, *arrays: Array | None) -> list[Hashable]:
-    """All that the launchers look at of arrays, for a key of `recorded`."""
+    """The facts about arrays that launchers read, for a key of `recorded`."""
     native = getattr(device, "native", None)
     if native is not None and (found := native.functions.facts(*arrays)) is not None:
         return [found]
@@ -43,10 +43,10 @@ def recorded(
     """Return the results of a call; if a call of this key was recorded, repeat its launches.
 
     Args:
-        device: where to. One that has no ``recordings`` makes each call anew.
+        device: the device. Without ``recordings`` it runs ``call`` each time.
         key: what the call depends on: its options, and `facts_of` the inputs.
         inputs: every array that its launches read or write, besides those it makes.
-        call: takes the device and gives the arrays it has made, each of them new, or None.
+        call: launches on a device and returns its results, each a new array or None.
     """
     recordings = getattr(device, "recordings", None)
     if recordings is None:
