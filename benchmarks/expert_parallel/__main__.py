@@ -5,9 +5,9 @@
     python3 -m benchmarks.expert_parallel --out benchmarks/results/h200x2-expert-parallel.jsonl --commit COMMIT
 
 It runs under a CPU build of Paddle with the plug-in of tools/gpu_rig, too. A line of the result is one rank's, the
-slowest one's: median, minimum and maximum microseconds of a call on the GPU, with all calls queued; those of calls as
-the host makes them ("eager_us"), which under the plug-in allocates slowly; and the bytes that must cross from the rank
-to others.
+slowest one's: median, minimum and maximum microseconds of a call on the GPU, with all calls queued; the same of calls
+launched from the host ("eager_" fields), which under the plug-in allocates slowly; and the bytes that must cross from
+the rank to others.
 
     p2p_copy         the driver copies that many bytes to the next rank's memory, all ranks at once
     dispatch         `ExpertParallel.dispatch` in no_grad, all of it, routing too

@@ -75,7 +75,7 @@ def in_another_order(options: dict[str, Any]) -> dict[str, Any]:
     return {**found, "numbers": [number(first), number(second)], "goes on": goes_on}
 
 
-@pytest.mark.cpu_only  # a GPU marks its state: see test_a_device_marks_calls_in_another_order
+@pytest.mark.cpu_only  # on a GPU: test_a_device_makes_calls_in_another_order_nan_and_the_next_dispatch_raises
 @EVERY_TRANSPORT
 @pytest.mark.parametrize("size", [2, 3])
 def test_calls_in_another_order_are_told_to_all_ranks(size, options):
