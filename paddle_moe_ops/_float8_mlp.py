@@ -109,12 +109,12 @@ def _hidden(x: Tensor, near_gate_up: Tensor, spec: MlpSpec) -> Tensor:
 
 
 def _kept(hidden: Tensor, spec: MlpSpec) -> Tensors:
-    """What is kept of the first product, by `base.Kernels.moe_mlp`."""
+    """H as the forward pass saves it: codes and scales with `hidden_in_float8`, else the tensor."""
     return _quantized_rows(hidden) if spec.hidden_in_float8 else (hidden,)
 
 
 def _read(kept: Tensors, dtype: Any) -> Tensor:
-    """The first product from what is kept of it."""
+    """H, dequantized if it was saved in float8."""
     return kept[0] if len(kept) == 1 else _dequantized(kept, dtype)
 
 
@@ -160,7 +160,7 @@ def _matrix_gradient(rows: Tensor, d_out: Tensor, matrices: Tensor, spec: MlpSpe
 
 
 def _through_swiglu(d_act: Tensor, hidden: Tensor) -> Tensor:
-    """The gradient of what SwiGLU is applied to, in float32."""
+    """Gradient of SwiGLU by its input, in float32."""
     gate, up = paddle.chunk(float32(hidden), 2, axis=-1)
     share = F.sigmoid(gate)
     silu = gate * share

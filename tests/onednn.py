@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What oneDNN can do on this CPU. In CPU graphs Paddle has no other kernels for its own bfloat16 operators."""
+"""oneDNN's abilities on this CPU. In CPU graphs Paddle has no other kernels for its own bfloat16 operators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["BFLOAT16_IN_GRAPHS", "takes_bfloat16"]
 
 @functools.cache
 def takes_bfloat16() -> bool:
-    """Whether the CPU has AVX-512, without which oneDNN refuses bfloat16."""
+    """Return whether the CPU has AVX-512, which oneDNN needs for bfloat16."""
     return "avx512bw" in Path("/proc/cpuinfo").read_text("utf-8").split()
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the labels of a figure of matplotlib say, and where they are."""
+"""Texts and positions of the labels of a matplotlib figure."""
 
 from __future__ import annotations
 

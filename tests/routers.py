@@ -37,7 +37,7 @@ class Router(NamedTuple):
     def check(self, weights: NDArray, ids: NDArray, scores: NDArray) -> None:
         """The choice is the oracle's for the backend's own scores, weights and scores are close to the oracle's.
 
-        Which of nearly equal scores is the higher may differ with their last bits.
+        The order of nearly equal scores may differ with their last bits.
         """
         values = scores if self.pre_act else self.gating
         with np.errstate(invalid="ignore"):

@@ -5,9 +5,9 @@
     python3 -m benchmarks.expert_parallel --out benchmarks/results/h200x2-expert-parallel.jsonl --commit COMMIT
 
 It runs under a CPU build of Paddle with the plug-in of tools/gpu_rig, too. A line of the result is one rank's, the
-slowest one's: median, minimum and maximum microseconds of a call on the GPU, with all calls queued; those of calls as
-the host makes them ("eager_us"), which under the plug-in allocates slowly; and the bytes that must cross from the rank
-to others.
+slowest one's: median, minimum and maximum microseconds of a call on the GPU, with all calls queued; the same of calls
+launched from the host ("eager_" fields), which under the plug-in allocates slowly; and the bytes that must cross from
+the rank to others.
 
     p2p_copy         the driver copies that many bytes to the next rank's memory, all ranks at once
     dispatch         `ExpertParallel.dispatch` in no_grad, all of it, routing too
@@ -23,8 +23,8 @@ to others.
 With ``--fetched`` the copy, dispatch and combine alone are timed, with several shares of rows that are fetched.
 
 With ``--timeline`` one layer call is recorded instead: for each rank when each step of routing, dispatch, products and
-combine begins and ends, forward and backward, in microseconds from a common start. Of several calls it is the one whose
-time is the median. That runs between processes on a CPU, too:
+combine begins and ends, forward and backward, in microseconds from a common start. The recorded call is the one of
+median time among several. A timeline of processes on a CPU:
 
     python3 -m benchmarks.expert_parallel --timeline --backend gloo --shapes trial --tokens 64 --out FILE --commit -
 """

@@ -29,8 +29,8 @@ class Check(ABC):
     """Comparisons of arrays of one library. Each returns the first difference as a text, or None.
 
     Attributes:
-        inputs: What the operator read.
-        exactness: How sums are compared: `device.BITS`, FLOAT32_SUMS or BFLOAT16_SUMS.
+        inputs: Inputs of the operator.
+        exactness: Comparison of sums: `device.BITS`, FLOAT32_SUMS or BFLOAT16_SUMS.
     """
 
     chunk_elements: int  # that are compared at a time

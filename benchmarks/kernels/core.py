@@ -28,8 +28,8 @@ class CoreCalls:
 
         Args:
             core: The library.
-            note: What a reader of all its results must know.
-            as_array: What the binding is given for an array of the device.
+            note: A remark for readers of all its results.
+            as_array: Converts an array of the device for the binding.
         """
         self.run = core.run
         self._core, self._note, self._as_array = core, note, as_array

@@ -36,8 +36,8 @@ class Body(NamedTuple):
 
     Attributes:
         run: Enqueues the call and returns its outputs, by name.
-        exactness: How sums are compared.
-        note: What a reader of the result must know.
+        exactness: Comparison of sums.
+        note: A remark for readers of the result.
         results: Converts the call's outputs to the names and layouts of the check; not timed.
     """
 
@@ -60,7 +60,7 @@ class Implementation:
     """One way to do some operations.
 
     Attributes:
-        name: What rows and filters call it.
+        name: Its name in rows and filters.
         operations: Patterns of the keys of operations that it offers.
         prepare: Makes a body for a problem's inputs, or raises Unsupported for a problem that it cannot do.
     """
@@ -91,8 +91,8 @@ class Device(Protocol):
 
     Attributes:
         name: As ``--device`` calls it.
-        modes: How calls can be launched; the first is the one that targets are about.
-        implementations: What can be measured.
+        modes: Modes of launching calls; the targets are about the first.
+        implementations: Implementations that can be measured.
         left_out: Implementations that cannot run here, and why.
     """
 

@@ -30,15 +30,15 @@ class Row:
         hidden: H.
         routing: Kind of routing.
         alignment: A, in rows.
-        fill: Whether padding rows are zeroed.
-        capacity: Whether the buffer holds the worst case instead of exactly the padded segments.
-        own_case: Whether nothing but the shape was asked for: its own routing, no padding.
+        fill: True if padding rows are zeroed.
+        capacity: True if the buffer fits the worst case instead of exactly the padded segments.
+        own_case: True if only the shape was requested: its own routing, no padding.
         routed_rows: Rows that hold a token.
         buffer_rows: Rows of the buffer.
         dtype: Element type of the rows.
         mode: "graph" or "eager" on a GPU, "cpu" on a CPU.
-        cold: Whether the operands were out of the caches.
-        check: What the result was compared by, or "failed: ...", or "skipped: ...". Only a checked result has times.
+        cold: True if the operands were out of the caches.
+        check: Kind of comparison, or "failed: ...", or "skipped: ...". Only a checked result has times.
         us: Median microseconds of a call.
         p5: 5 % of the samples are below.
         p95: 95 % of the samples are below.
@@ -52,7 +52,7 @@ class Row:
         probe_us: Its median.
         frac_probe: Its time over the time of this row.
         launches: Kernels, copies and memsets of one call.
-        note: What else there is to know, such as the source of a figure that was not measured here.
+        note: A remark, such as the source of a figure that was not measured here.
     """
 
     op: str

@@ -24,11 +24,11 @@ class Settings:
 
     Attributes:
         modes: Out of the device's modes.
-        colds: Whether the operands are out of the caches; both may be asked for.
+        colds: True: operands out of the caches; both values may be given.
         samples: Samples of each row, taken in ``rounds`` rounds that alternate with the other implementations.
         rounds: Number of rounds.
-        probes: Whether the device's ceiling kernels are measured for each operation.
-        published: Whether rows are added for peers that are known from elsewhere only.
+        probes: True to measure the device's ceiling kernels for each operation.
+        published: True to add rows of peers with published figures only.
     """
 
     modes: Sequence[str]

@@ -135,7 +135,7 @@ def cases_of(
         shapes: Names or patterns (``tileops-*``) of shapes of the set, or sizes as ``T,K,E,H``.
         routings: Keys of `testing.routing.GENERATORS` to use instead of the cases' own.
         alignments: Rows of alignment to use instead.
-        fills: Whether padding rows are zeroed, to use instead.
+        fills: Zeroing of padding rows, to use instead.
 
     Raises:
         ValueError: An unknown set, shape or routing, or an alignment below 1.

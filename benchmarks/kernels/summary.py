@@ -40,7 +40,7 @@ Public calls under Paddle: bfloat16 rows, with all outputs allocated in the call
 compare these calls with the oracle; this run only timed them. *of copy* is the least number of bytes that the call must
 move, per time, over the speed of the GPU's fastest copy. *Paddle* are Paddle's own kernels, as published (PR 79756, on
 the same kind of GPU, scaled by the copy speed); *TransformerEngine* are its Triton kernels in a CUDA graph, without
-what its Python functions add. `moe_unpermute` and `unpermute` are weighted.
+the overhead of its Python functions. `moe_unpermute` and `unpermute` are weighted.
 """
 HOST = """
 Small calls take as long as the host needs for them. Microseconds until a call returns, median, of 256 tokens of 256

@@ -26,9 +26,9 @@ class Target(NamedTuple):
         kind: "us" (at most), "copy" (at least this fraction of the copy speed), or "peer" (at least this many times
             faster than the named peer, or than the best one).
         limit: The limit.
-        stretch: What would be better still, in the same unit.
+        stretch: A better limit than the required one, in the same unit.
         peer: Pattern of the peers' names for the kind "peer".
-        impl: Which of our implementations it is about.
+        impl: The implementation of ours that it is about.
     """
 
     key: str

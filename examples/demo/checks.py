@@ -28,12 +28,12 @@ class DenseCheck(NamedTuple):
     """Differences between a training step through the operators and the dense one.
 
     Attributes:
-        parameters: How many parameters were compared.
+        parameters: Number of parameters compared.
         loss: Absolute difference of the losses.
         gradient: Largest absolute difference of any gradient element.
         relative: Largest difference of a gradient element, as a part of its parameter's largest gradient.
         worst: Name of the parameter with that largest part.
-        passed: Whether ``loss`` and ``relative`` are at most DENSE_TOLERANCE.
+        passed: True if ``loss`` and ``relative`` are at most DENSE_TOLERANCE.
     """
 
     parameters: int
@@ -51,7 +51,7 @@ class Speed(NamedTuple):
         ours: Through the operators.
         plain: From plain Paddle ops.
         difference: Largest difference of the outputs.
-        passed: Whether ``difference`` is at most PLAIN_TOLERANCE.
+        passed: True if ``difference`` is at most PLAIN_TOLERANCE.
     """
 
     ours: float

@@ -148,7 +148,7 @@ class Kind(enum.IntEnum):
 
     @property
     def gradient(self) -> Mode:
-        """The mode by which a rank announces this backward pass in the forward pass."""
+        """The flag in a forward pass for a rank that runs this backward pass."""
         return Mode.COMBINE_BACKWARD if self == Kind.COMBINE_BACKWARD else Mode.DISPATCH_BACKWARD
 
 

@@ -264,7 +264,7 @@ def _part(whole: Tensor, group: Group) -> Tensor:
 
 
 def _state(entries: Iterable[_Entry], state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return Paddle's state of entries, with these names of parameters and the other values of ``state``."""
+    """Return the entries as a state dict of Paddle, under the keys in ``names``, with the scheduler of ``state``."""
     made: dict[str, Any] = {}
     masters: dict[str, Tensor] = {}
     for entry in entries:

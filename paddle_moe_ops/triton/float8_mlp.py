@@ -14,9 +14,9 @@ columns, matrices with one for each 128 x 128 elements.
     dW2 = (s A)^T dO, dW1 = X^T dH                      of numbers in the tokens' dtype
     Q(dH) Q(W1)^T -> rows of dX -> sums
 
-Codes and scales of rows of tokens exist one window at a time. Those of A, of dH and of the matrices
-exist whole: each pass needs one form of each matrix, whose rows are the contraction's, and the forms differ.
-With `quantize_experts` both forms, or those of the forward pass, are made once for many calls.
+Codes and scales of token rows exist one window at a time; codes and scales of A, dH and the matrices exist whole. Each
+pass needs its own form of each matrix, with K contiguous. `quantize_experts` computes both forms, or those of the
+forward pass, once for many calls.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class QuantizedExperts(NamedTuple):
 def quantize_experts(
     device: Device, gate_up: Array, down: Array, transpose: bool, both: bool = True
 ) -> QuantizedExperts:
-    """What both passes multiply, or the forward pass alone, by one launch for each of the two."""
+    """Quantize both matrices by one launch each, for both passes or for the forward pass alone."""
     if not both:
         return QuantizedExperts(*(quantize_blocks(device, each, turned=not transpose) for each in (gate_up, down)))
     pairs = [quantize_both_forms(device, each)[:: 1 if transpose else -1] for each in (gate_up, down)]
@@ -200,7 +200,7 @@ def moe_mlp_float8_backward(
     into: tuple[tuple[Array, bool] | None, tuple[Array, bool] | None] = (None, None),
     quantized: QuantizedExperts | None = None,
 ) -> Gradients:
-    """As `moe_mlp_backward`, where `suits_float8`."""
+    """Return the gradients as `moe_mlp_backward` does, for layers that `suits_float8` accepts."""
     run = _Float8Run(device, layer, x, quantized, kept.tables)
     need_x, *_, need_weights = wanted
     hidden, hidden_codes = _by_kind(kept.hidden)

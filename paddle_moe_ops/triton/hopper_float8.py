@@ -96,7 +96,7 @@ def float8_kernels_of(library: Any) -> tuple[LibraryKernel, LibraryKernel] | Non
 
 
 def suits_float8(device: Device, gpu: Gpu, dtype: str, hidden: int, inner: int) -> bool:
-    """Whether layers of d columns and experts of inner size n run on the library's kernels."""
+    """Return whether the library's kernels support hidden size d and inner size n."""
     if device.grouped_float8 is None or gpu.capability != 90 or dtype != "bfloat16":
         return False
     return hidden % _ALIGNMENT == 0 and inner % GROUP == 0 and hidden > 0 and inner > 0

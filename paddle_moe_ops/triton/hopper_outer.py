@@ -49,7 +49,7 @@ def grouped_outer_of(library: Any) -> LibraryKernel | None:
 
 
 def takes_outer(device: Device, gpu: Gpu, num_rows: int, p: Rows, q: Rows, out: Array, adds: bool) -> bool:
-    """Whether the library's kernel, which gives new gradients of the rows' dtype, can make those of the matrices.
+    """Return whether the library's wgrad kernel supports the call: it overwrites, and stores the dtype of the rows.
 
     Args:
         device: where to.
@@ -58,7 +58,7 @@ def takes_outer(device: Device, gpu: Gpu, num_rows: int, p: Rows, q: Rows, out: 
         p: as in `hopper_outer`.
         q: as in `hopper_outer`.
         out: as in `hopper_outer`.
-        adds: whether they are to be added to what ``out`` holds.
+        adds: whether to accumulate into ``out``.
     """
     if adds or device.dtype_name(out) != device.dtype_name(p.array) or num_rows == 0:
         return False

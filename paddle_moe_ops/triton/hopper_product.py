@@ -51,18 +51,18 @@ _ARRAYS = (
 )
 _OPTIONS = ("dtype", "result", "transpose", "tile_rows", "gathers", "tile_columns")
 
-# Where the kernel with tiles of 160 rows is chosen: rows of an expert on average, and the length of the contraction. A
-# tile of a shorter one takes about as long to store as to multiply, and nothing is multiplied meanwhile.
-_LEAST_TURNED_ROWS, _LEAST_TURNED_INNER = 128, 768
-# Of an expert, on average, for the kernel with tiles of 128 rows to make short plain products. With 128 the Triton
-# kernels, whose tiles are wider, read each matrix less often. From this length on, tiles of 160 rows are faster.
-_LEAST_ROWS, _LEAST_INNER_OF_PLAIN = 512, 512
-# With many rows it makes longer ones, too, since it loses no time between tiles. But it reads operands more often than
-# tiles of 160 x 256 do: up to this length if it has tiles of 192 columns, up to that one if they have 128 and memory
-# has so many GB/s for each multiprocessor (an H200 has 37, an H100 25; no other GPU was measured).
-_MANY_ROWS, _MOST_INNER_OF_WIDE, _MOST_INNER_OF_NARROW, _FAST_MEMORY = 1024, 3072, 2048, 35
-# Tiles of 192 columns are faster where they fit, and up to this length if hardly any of their columns are outside.
-_MOST_INNER_WITH_WASTE = 1024
+# Swap-AB kernel (tiles of 160 rows): minimum of the mean rows per expert, and of K. Below this K, a tile's epilogue
+# takes about as long as its mainloop, and the two do not overlap.
+_MIN_SWAP_AB_ROWS, _MIN_SWAP_AB_INNER = 128, 768
+# Pingpong kernel (tiles of 128 rows): minimum of the mean rows per expert; with 128 rows per expert, the wider tiles of
+# the Triton kernels read each matrix less often. From this K on, the swap-AB kernel is faster.
+_MIN_PINGPONG_ROWS, _MIN_SWAP_AB_INNER_OF_PLAIN = 512, 512
+# With many rows per expert, the pingpong kernel also wins for longer K, since its epilogue overlaps the next mainloop.
+# Its smaller tiles read operands more often than 160 x 256 ones, so K has a maximum: one for tiles of 192 columns, one
+# for 128 columns on GPUs with at least this many GB/s per SM (H200: 37, H100: 25; no other GPU was measured).
+_MANY_ROWS, _MAX_INNER_OF_WIDE, _MAX_INNER_OF_NARROW, _FAST_GBPS_PER_SM = 1024, 3072, 2048, 35
+# Tiles of 192 columns are faster if they divide the width, and up to this K if at most 1/16 of the columns is wasted.
+_MAX_INNER_WITH_WASTE = 1024
 
 
 class GroupedProductParams(ctypes.Structure):
@@ -88,7 +88,7 @@ class LibraryKernel:
         name: of the launch.
         entry: the function; its arguments are a struct and a stream.
         params: the struct, without whose size the launch's arguments are its fields.
-        last_error: gives the text of the last failure.
+        last_error: returns the text of the last failure.
     """
 
     function = packed_metadata = None
@@ -98,7 +98,7 @@ class LibraryKernel:
         self._entry, self._params, self._last_error = entry, params, last_error
 
     def addresses(self) -> tuple[int, int]:
-        """Those of the entry point and of the function that gives the text of the last failure."""
+        """Addresses of the entry point and of the function that returns the text of the last failure."""
         entry, last_error = (ctypes.cast(each, ctypes.c_void_p).value or 0 for each in (self._entry, self._last_error))
         return entry, last_error
 
@@ -125,25 +125,25 @@ def grouped_product_of(library: Any) -> LibraryKernel | None:
 
 
 def has_fast_memory(gpu: Gpu) -> bool:
-    """Whether memory is fast beside the multiprocessors, as that of an H200 is and that of an H100 is not."""
-    return gpu.memory_gbps >= _FAST_MEMORY * gpu.num_sms
+    """Return whether memory bandwidth per SM is high: it is on an H200, not on an H100."""
+    return gpu.memory_gbps >= _FAST_GBPS_PER_SM * gpu.num_sms
 
 
 def tile_columns(inner: int, columns: int) -> int:
-    """How wide the kernel with tiles of 128 rows makes them.
+    """Return the tile width of the pingpong kernel: 192 or 128 columns.
 
     Args:
         inner: length of the contraction.
         columns: of the result, or of a window of them.
     """
     wasted = -columns % WIDE_COLUMNS
-    is_wide = not wasted or (wasted <= columns // 16 and inner <= _MOST_INNER_WITH_WASTE)
+    is_wide = not wasted or (wasted <= columns // 16 and inner <= _MAX_INNER_WITH_WASTE)
     return WIDE_COLUMNS if is_wide else TILE_COLUMNS
 
 
 def fitting_columns(inner: int, most: int) -> int:
-    """Columns of a window of a plain product, so many at most, that fill wide tiles; 0: there is no need."""
-    if inner > _MOST_INNER_WITH_WASTE or tile_columns(inner, most) == WIDE_COLUMNS:
+    """Return the largest multiple of 192 columns up to ``most`` for a window of a plain product; 0: no need."""
+    if inner > _MAX_INNER_WITH_WASTE or tile_columns(inner, most) == WIDE_COLUMNS:
         return 0
     return most // WIDE_COLUMNS * WIDE_COLUMNS
 
@@ -158,14 +158,14 @@ def chosen_rows(gpu: Gpu, result: int, mean_rows: int, inner: int, columns: int)
         inner: length of the contraction.
         columns: of the result, or of a window of them.
     """
-    if result == PLAIN and mean_rows >= _LEAST_ROWS:
-        most = _LEAST_INNER_OF_PLAIN - 1
+    if result == PLAIN and mean_rows >= _MIN_PINGPONG_ROWS:
+        most = _MIN_SWAP_AB_INNER_OF_PLAIN - 1
         if mean_rows >= _MANY_ROWS and tile_columns(inner, columns) == WIDE_COLUMNS:
-            most = _MOST_INNER_OF_WIDE
+            most = _MAX_INNER_OF_WIDE
         elif mean_rows >= _MANY_ROWS and has_fast_memory(gpu):
-            most = _MOST_INNER_OF_NARROW
+            most = _MAX_INNER_OF_NARROW
         return TILE_ROWS if inner <= most else TURNED_ROWS
-    return TURNED_ROWS if inner >= _LEAST_TURNED_INNER and mean_rows >= _LEAST_TURNED_ROWS else 0
+    return TURNED_ROWS if inner >= _MIN_SWAP_AB_INNER and mean_rows >= _MIN_SWAP_AB_ROWS else 0
 
 
 def library_rows(
@@ -243,8 +243,8 @@ def hopper_product(
         d_weights: what the call for another window returned.
 
     Returns:
-        Of a gradient with weights, float32 [M, tiles of columns] whose sums by row are the gradients of the weights;
-        else None. Rows that no expert has are not written.
+        float32 [M, tiles of columns] for a GRADIENT with weights, else None. Its sums by row are the gradients of the
+        weights; rows of no expert are not written.
     """
     dtype = device.dtype_name(w)
     item = ITEM_BYTES[dtype]

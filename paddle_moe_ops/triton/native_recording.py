@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recorded calls for the compiled library, which repeats them without Python (csrc/paddle/recording.cc).
 
-Triton's launchers parse a call's arguments one by one, several dozen for each launch. The library gets them once, as
-the bytes that a kernel gets, and asks CUDA's driver for the launch. What a kernel gets besides its own arguments is not
-part of Triton's interface. So the driver is asked for each kernel's parameters. If a kernel has other parameters than
-expected, or is launched in another way, Python repeats the recording.
+Triton's launchers parse a call's arguments one by one, several dozen for each launch. The library receives them once,
+as the bytes of the kernel's parameters, and launches through CUDA's driver. Triton's interface does not define the
+hidden parameters of its kernels, so the driver is asked for the parameters of each kernel. If they differ from the
+expected ones, or a kernel is launched in another way, Python repeats the recording.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ WORKSPACE_ALIGNMENT = 256  # of arrays in the workspace, as of memory from an al
 
 _LAUNCHERS = "triton.backends.nvidia.driver"
 _WARP = 32
-_MOST_SHARED_BYTES = 227 << 10  # Triton launches kernels with more in another way
+_MAX_SHARED_BYTES = 227 << 10  # of a plain launch; Triton sets a launch attribute for more
 # Attributes of Triton's launchers that are set if a launch is more than a plain one.
 _PECULIARITIES = ("profile_scratch_size", "launch_cooperative_grid", "launch_pdl", "gsan_enabled")
 _DTYPES = {name: number for number, name in enumerate(ITEM_BYTES)}
 
 
 class Functions(Protocol):
-    """The library's functions for recordings. They give None where it declines."""
+    """The library's functions for recordings; they return None if it cannot record or repeat a call."""
 
     def facts(self, *arrays: Any) -> bytes | None:
-        """Everything about arrays that launchers look at."""
+        """The facts about arrays that launchers read, as bytes for a key."""
 
     def new_recording(self, words: bytes) -> Any:
-        """Make a recording from 64-bit integers."""
+        """Create a recording from its encoding as 64-bit integers."""
 
     def repeat(self, recording: Any, stream: int, *inputs: Any) -> Sequence[Any] | None:
         """The results of a recording for these inputs."""
@@ -47,11 +47,11 @@ class Driver(NamedTuple):
     """CUDA's driver on one device.
 
     Attributes:
-        current_context: address of the function that gives a thread's context.
+        current_context: address of the function that returns a thread's context.
         launch_kernel: address of the function that launches.
-        error_text: address of the function that gives a status in words.
+        error_text: address of the function that returns the text of a status.
         context: the device's context.
-        parameter_sizes: bytes of each parameter of a kernel, or None where the driver does not tell.
+        parameter_sizes: bytes of each parameter of a kernel, or None if the driver cannot report them.
     """
 
     current_context: int
@@ -62,17 +62,16 @@ class Driver(NamedTuple):
 
 
 class Repeater(NamedTuple):
-    """What repeats recorded calls on a device: functions of the compiled library, and the device's driver."""
+    """The functions of the compiled library and the driver that repeat recorded calls on a device."""
 
     functions: Functions
     driver: Driver
 
 
 def repeated(device: Device, options: tuple[Hashable, ...], inputs: Sequence[Array | None]) -> Sequence[Any] | None:
-    """What `recording.recorded` would give for these options and inputs, or None if it must be called.
+    """Repeat the recorded call of these options and inputs, or return None if there is no recording.
 
-    The inputs may be arrays of any strides: the library's facts about arrays tell whether those of the earlier call had
-    the same strides.
+    The inputs may have any strides, since strides are part of a recording's key.
     """
     native = getattr(device, "native", None)
     facts = None if native is None else native.functions.facts(*inputs)
@@ -81,7 +80,7 @@ def repeated(device: Device, options: tuple[Hashable, ...], inputs: Sequence[Arr
 
 
 class _Target(NamedTuple):
-    """Where a launch goes: what `new_recording` needs to know about a kernel.
+    """The part of a launch that depends on its kernel alone, for `new_recording`.
 
     Attributes:
         function: address or handle.
@@ -180,7 +179,7 @@ def _target(driver: Driver, compiled: Any, types: Sequence[str]) -> _Target | No
     if any(getattr(launcher, name, 0) for name in _PECULIARITIES):
         return None
     warps, programs_of_cluster, shared_bytes = compiled.packed_metadata[:3]
-    if programs_of_cluster != 1 or shared_bytes > _MOST_SHARED_BYTES:
+    if programs_of_cluster != 1 or shared_bytes > _MAX_SHARED_BYTES:
         return None
     scratch_bytes = launcher.global_scratch_size
     if scratch_bytes and launcher.global_scratch_align > WORKSPACE_ALIGNMENT:

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launches of a call, written down once and made again for other arrays of the same sizes.
 
-What a launcher works out (configurations, grids, alignments, sizes of buffers) depends on nothing but the sizes,
-dtypes, strides and alignments of its arrays, and takes several times longer on the host than the launches themselves.
-So a `Recorder` stands for the device in the first call. It notes each launch, and for each address which array it lies
-in and how far from its start. From then on a call of the same key allocates memory, fills in addresses and launches.
+A launcher computes configurations, grids, alignments and buffer sizes from the sizes, dtypes, strides and alignments of
+its arrays alone. This takes several times longer on the host than the launches themselves. So a `Recorder` stands for
+the device in the first call. It notes each launch, and for each address which array it lies in and how far from its
+start. From then on a call of the same key allocates memory, fills in addresses and launches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["facts_of", "recorded"]
 
 
 def facts_of(device: Device, *arrays: Array | None) -> list[Hashable]:
-    """All that the launchers look at of arrays, for a key of `recorded`."""
+    """The facts about arrays that launchers read, for a key of `recorded`."""
     native = getattr(device, "native", None)
     if native is not None and (found := native.functions.facts(*arrays)) is not None:
         return [found]
@@ -40,13 +40,13 @@ def facts_of(device: Device, *arrays: Array | None) -> list[Hashable]:
 def recorded(
     device: Device, key: Hashable, inputs: Sequence[Array | None], call: Callable[[Device], Sequence[Array | None]]
 ) -> Sequence[Any]:
-    """What a call makes, by the launches of an earlier call of this key if there was one.
+    """Return the results of a call; if a call of this key was recorded, repeat its launches.
 
     Args:
-        device: where to. One that has no ``recordings`` makes each call anew.
+        device: the device. Without ``recordings`` it runs ``call`` each time.
         key: what the call depends on: its options, and `facts_of` the inputs.
         inputs: every array that its launches read or write, besides those it makes.
-        call: takes the device and gives the arrays it has made, each of them new, or None.
+        call: launches on a device and returns its results, each a new array or None.
     """
     recordings = getattr(device, "recordings", None)
     if recordings is None:
@@ -100,7 +100,7 @@ class _Recording(NamedTuple):
     native: Any = None
 
     def repeat(self, device: Any, inputs: Sequence[Array | None]) -> Sequence[Any]:
-        """Arrays are numbered: the inputs, the results, and what lies in the workspace."""
+        """Repeat the launches; arrays are numbered: inputs, then results, then arrays in the workspace."""
         if self.native is not None:
             made = device.native.functions.repeat(self.native, device.stream(), *inputs)
             if made is not None:  # else launches of this thread go elsewhere
@@ -180,7 +180,7 @@ class Recorder:
         self._launches.append(_Noted(compiled, programs, types, [*arguments, *constants], pointers))
 
     def recording(self, made: Sequence[Array | None]) -> _Recording | None:
-        """What `_Recording.repeat` needs to make it all again, or None if that would not be the same call."""
+        """Return the recording of the noted launches, or None if the call cannot be repeated."""
         numbers = {id(each[0]): number for number, each in enumerate(self._made)}
         returned = [None if each is None else numbers.get(id(each), -1) for each in made]
         if not self._is_repeatable or -1 in returned:

@@ -24,12 +24,12 @@ CASES = [
 ]
 
 
-# What padding rows of these hold is free where they are not filled.
+# Outputs whose padding rows may contain anything if they are not filled.
 UNFILLED = ("rows", "row_scales", "codes", "scales")
 
 
 def right_outputs(operation, inputs):
-    """What the oracle gives for an operation, as tensors."""
+    """The oracle's outputs for an operation, as tensors."""
     problem, variant = inputs.problem, operation.variant
     plan = problem.plan
     weights = None if variant == "plain" else plan.row_probs

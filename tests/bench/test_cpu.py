@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU side: every implementation gives right results, and what a run writes."""
+"""The CPU benchmarks: results of every implementation, and the files that a run writes."""
 
 from __future__ import annotations
 

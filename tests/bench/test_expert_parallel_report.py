@@ -26,7 +26,7 @@ SIZES = {"tokens": 8192, "hidden": 7168, "inner": 2048, "experts": 256, "topk": 
 
 
 def steps(slower=0.0):
-    """Of one rank: each 100 us, and 10 us between them."""
+    """The steps of one rank, each of 100 us, with gaps of 10 us."""
     names = [
         ("forward", "routing", "own tokens"),
         ("forward", "dispatch", "write"),

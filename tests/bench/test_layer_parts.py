@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What each launch of a layer's passes is for, and the operations of its product."""
+"""The purpose of each launch of a layer's passes, and the FLOPs of its GEMM."""
 
 from __future__ import annotations
 

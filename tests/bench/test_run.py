@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checking before timing, turns, and what a row holds."""
+"""A run checks before it times, takes turns between implementations, and fills all fields of a row."""
 
 from __future__ import annotations
 

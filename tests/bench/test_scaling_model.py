@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The model of many GPUs: how it is calibrated and checked, and what its parts do."""
+"""The model of many GPUs: its calibration, its checks and its parts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the model of many GPUs counts: the package's own numbers, and what follows from probabilities."""
+"""The traffic that the model of many GPUs counts equals the package's own numbers and expected values."""
 
 from __future__ import annotations
 

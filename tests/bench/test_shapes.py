@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which cases and operations the options choose."""
+"""Cases and operations that the options select."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What users may expect of a GPU: a section of the page and a picture, from public calls and the times of others."""
+"""The summary for users: a section of the page and a picture, from times of public calls and of other libraries."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a run says about the targets."""
+"""The report of a run on its targets."""
 
 from __future__ import annotations
 

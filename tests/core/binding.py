@@ -74,7 +74,7 @@ class Core:
         self.check(self.entry(operator, len(params))(*pointers, stream))
 
     def check(self, status: int) -> None:
-        """Raise CoreError for what a function returned, unless it is PMO_OK."""
+        """Raise CoreError unless a status is PMO_OK."""
         if status != Status.OK:
             raise CoreError(Status(status), self.last_error())
 

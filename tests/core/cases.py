@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Routing problems for the core, and what the oracle makes of them."""
+"""Routing problems for the core, and the oracle's results for them."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def assert_equals_plan(actual: dict[str, NDArray], plan: reference.Plan) -> None
 
 
 def text_of_core(function: Callable[..., Any], *args: Any) -> str | None:
-    """What a call of the core fails with, or None."""
+    """The error text of a call of the core, or None."""
     try:
         function(*args)
     except CoreError as error:
@@ -155,7 +155,7 @@ def text_of_core(function: Callable[..., Any], *args: Any) -> str | None:
 
 
 def text_of_oracle(function: Callable[..., Any], *args: Any, **options: Any) -> str | None:
-    """What the oracle raises, after the function's name, or None."""
+    """The oracle's error text without the function's name, or None."""
     try:
         function(*args, **options)
     except ValueError as error:

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which library the tests of the C core load, and how they do without Paddle.
+"""Load the library for the tests of the C core, with or without Paddle.
 
 PMO_CORE_LIBRARY names another build of the library, such as one with sanitizers, and is meant for a run of
 this directory alone. In such a run, or where Paddle is missing, a bare module stands in for the package, so

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def available() -> list[str]:
-    """Some of "generic", "avx2" and "avx512", by what the system says of the processor."""
+    """The ISAs of this processor among "generic", "avx2" and "avx512", from /proc/cpuinfo."""
     isas = ["generic"]
     if platform.machine() != "x86_64":
         return isas

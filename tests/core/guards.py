@@ -52,7 +52,7 @@ def poison_byte(dtype: DTypeLike) -> int:
 
 
 def is_poison(array: NDArray) -> bool:
-    """Whether no byte of an output was written."""
+    """Return whether every byte of an output is still poison."""
     data = np.ascontiguousarray(array)
     return bool((data.reshape(-1).view(np.uint8) == poison_byte(array.dtype)).all())
 

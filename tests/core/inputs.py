@@ -118,7 +118,7 @@ class Large:
 
     @cached_property
     def chosen(self) -> tuple[NDArray, NDArray, NDArray]:
-        """What the oracle makes of the router: weights, ids and scores."""
+        """The oracle's weights, ids and scores for the router."""
         router = self.router
         weights, ids, scores = reference.calculate_topk(
             router.gating,

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Constants of the C core and what its structs share, as ``csrc/include/pmo/*.h`` declares them.
+"""Constants of the C core and the common base of its structs, as ``csrc/include/pmo/*.h`` declares them.
 
 The docstrings of enumerations and structs are their names in C. Each struct is in `operators`.
 """
@@ -115,7 +115,7 @@ class Params(ctypes.Structure):
     `after_cuda` raise the same errors around a call of a CUDA entry.
 
     Attributes:
-        needs_cuda_workspace: Whether a test that gives no workspace gets one on a GPU, as on the CPU.
+        needs_cuda_workspace: True if a test that passes no workspace gets one on a GPU, too.
     """
 
     needs_cuda_workspace: ClassVar[bool] = False
@@ -145,7 +145,7 @@ class Params(ctypes.Structure):
         return {name: kind for name, kind, *_ in self._fields_}
 
     def address(self, name: str) -> int:
-        """What a pointer holds; 0 for NULL."""
+        """The address in a pointer; 0 for NULL."""
         return ctypes.cast(getattr(self, name), ctypes.c_void_p).value or 0
 
     def point_at(self, **addresses: int) -> None:
@@ -162,4 +162,4 @@ class Params(ctypes.Structure):
 
 
 class Findings(ctypes.Structure):
-    """What the checks of an operator found, at the beginning of its workspace on CUDA."""
+    """The findings of an operator's checks; on CUDA, at the beginning of its workspace."""

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cpu_only
 
 @pytest.fixture
 def unlimited(core: Core) -> Iterator[Core]:
-    """The limit is process-wide: it is put back to what the environment says."""
+    """The core without a limit; the limit is process-wide, so the environment's one is restored."""
     core.set_max_cpu_isa(_env.CPU_ISAS[-1])
     yield core
     core.set_max_cpu_isa(_env.CPU_ISAS[_env.max_cpu_isa()])

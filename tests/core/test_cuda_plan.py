@@ -205,7 +205,7 @@ def check_coverage(sizes: Sizes, plan: Plan) -> None:
 
 
 def check_32_bits(sizes: Sizes, plan: Plan) -> None:
-    """What the kernels count in an int, loops that step over their ends among it."""
+    """Assert that the kernels' int counters stay in range, also after a loop's last step."""
     assert sizes.tokens + 5 * 12 * WARP <= INT32_MAX
     assert sizes.tokens * plan.pieces_per_token + plan.pieces_per_stage * plan.num_stages <= INT32_MAX
     assert plan.pieces_per_stage * sizes.topk + WARP <= INT32_MAX
@@ -242,7 +242,7 @@ def test_where_rows_find_little_room_a_plan_is_made_all_the_same(plan_of: Any, g
 
 @st.composite
 def any_sizes(draw: st.DrawFn) -> Sizes:
-    """What fused_routes and fused_moves let through."""
+    """Sizes that fused_routes and fused_moves accept."""
 
     def up_to(limit: int) -> int:
         """Any magnitude is as likely as any other."""

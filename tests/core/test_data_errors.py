@@ -281,7 +281,7 @@ def test_without_checks_every_flaw_is_tolerated(core: Core) -> None:
     "checks", [Check.ALL & ~Check(1 << bit) for bit in range(5)] + [Check.ALL, Check.NONE], ids=str
 )
 def test_report_of_findings_equals_the_checks_of_the_operators(core: Core, checks: Check, num_rows: int) -> None:
-    """What a backend that only collects findings has pmo_route_report say about them."""
+    """A backend that only collects findings gets the same errors from pmo_route_report."""
     ids = np.array([[7, 0], [1, 1], [2, 3]], np.int64)
     probs = np.array([[0, 0], [0, 0], [np.nan, 0]], np.float32)
     routed = np.array([1, 1, 1, 1], np.int32)

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of zero: arrays without elements may be NULL, and what has elements is defined all the same."""
+"""Sizes of zero: arrays without elements may be NULL; outputs with elements are defined."""
 
 from __future__ import annotations
 

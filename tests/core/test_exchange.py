@@ -43,7 +43,7 @@ FETCHED = (0, 3, 5, PERIOD)
 
 
 def plans(case: Case) -> list[oracle.RankPlan]:
-    """Of each rank, some of whose tokens go nowhere, and some find no room."""
+    """The plan of each rank: some tokens have no expert, and some exceed the capacity."""
     rng = np.random.default_rng(case)
     ids = rng.integers(-1, case.ranks * case.experts, (case.ranks, case.tokens, case.topk)).astype(np.int32)
     ids[:, ::7] = -1
@@ -51,7 +51,7 @@ def plans(case: Case) -> list[oracle.RankPlan]:
 
 
 class Memory:
-    """What all ranks see of each other's regions after all have sent.
+    """The regions of all ranks after all have sent.
 
     Args:
         sent: arrived and peers [P * S, H] of each rank.

@@ -124,7 +124,7 @@ def every_16_bit_number(dtype: DTypeLike) -> NDArray:
 
 
 def around_every_code(dtype: DTypeLike) -> NDArray:
-    """Every float8 number, every middle between two, and what lies next to them on both sides."""
+    """Every float8 number, every midpoint between two, and their neighbours on both sides."""
     numbers = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     points = np.concatenate([numbers, (numbers[1:] + numbers[:-1]) / 2])
     steps = np.arange(-3, 4, dtype=np.int32)

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between ranks that share memory: plans, records, values, and the barrier."""
+"""Data between ranks that share memory: plans, records, values and the barrier."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class _BarrierParams(Params):
 
 
 class Meeting(NamedTuple):
-    """What the first of some ranks did where ranks meet."""
+    """The outputs of a barrier on the first rank."""
 
     peers: NDArray  # int32 [P, 32], its regions at all ranks
     state: NDArray
@@ -170,7 +170,7 @@ def barrier(
     forward_calls: NDArray | None = None,
     reported: int = 0,
 ) -> Meeting:
-    """The first of some ranks meets the others, whose counters and calls have arrived."""
+    """Run the barrier on the first rank, after the counters and calls of the others arrived."""
     num_ranks = 1 + len(turns_of_others)
     calls = np.stack([call_of(rank) for rank in range(num_ranks)]) if calls is None else calls
     coming, arrived = np.int64(turn + 1).astype(np.int32), np.zeros((num_ranks, 32), np.int32)

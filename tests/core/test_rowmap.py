@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""clean_rowmap: what is usable of a [T, E] rowmap that a user gave, and what is said about the rest."""
+"""clean_rowmap: the usable entries of a user's [T, E] rowmap, and the errors for the others."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_rowmap_checks_are_separate(core: Core, check: Check, other: str) -> Non
 @pytest.mark.parametrize("checks", range(4), ids=lambda bits: f"checks{bits}")
 @pytest.mark.parametrize("bad_id", [3, 9])
 def test_report_of_findings_equals_the_checks_of_the_operator(core: Core, bad_id: int, checks: int) -> None:
-    """What a backend that only collects findings has pmo_clean_rowmap_report say about them."""
+    """A backend that only collects findings gets the same errors from pmo_clean_rowmap_report."""
     rowmap = np.array([[0, -1, 4], [9, 4, 2], [1, 0, 3]], np.int32)
     ids = np.array([[0, 1], [2, bad_id], [0, 2]], np.int64)
     params = clean_rowmap_params(

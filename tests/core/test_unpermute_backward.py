@@ -32,7 +32,7 @@ def dtype_name(dtype: DTypeLike) -> str:
 
 
 def dot_in_lanes(a: NDArray, b: NDArray, num_lanes: int, neighbours: int) -> NDArray:
-    """Partial dot products [rows, lanes]; a lane takes so many neighbouring elements at a time."""
+    """Partial dot products [rows, lanes]; a lane reads ``neighbours`` adjacent elements at a time."""
     lanes = np.zeros((len(a), num_lanes), np.float32)
     for begin in range(0, a.shape[1], num_lanes * neighbours):
         for i in range(neighbours):

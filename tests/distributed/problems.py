@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Batches that are spread over ranks, and what they give on one."""
+"""Batches spread over ranks, and their results on one rank."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Problem(NamedTuple):
         return {"ids": ids, **{name: each.astype(np.float32) for name, each in floats.items()}}
 
     def of_rank(self, rank: int) -> slice:
-        """Where a rank's tokens are in the arrays."""
+        """The slice of the arrays with a rank's tokens."""
         first = sum(self.tokens[:rank])
         return slice(first, first + self.tokens[rank])
 
@@ -93,12 +93,12 @@ def step_of(group: Group) -> Step:
 
 
 def bits(tensor: paddle.Tensor) -> NDArray:
-    """What can be pickled and compared bit for bit."""
+    """A tensor as an array, which can be pickled and compared bit for bit."""
     return tensor.numpy()
 
 
 def scaled(rows: paddle.Tensor, experts: paddle.Tensor) -> paddle.Tensor:
-    """What the experts of these tests do: expert e multiplies by e / 4 + 1, which is exact or rounded once."""
+    """Expert outputs in these tests: expert e multiplies by e / 4 + 1, which is exact or rounded once."""
     if rows.shape[0] == 0:
         return rows
     factors = (experts.astype("float32") / 4 + 1).unsqueeze(-1)
@@ -133,7 +133,7 @@ def rounded_to_float8(tokens: paddle.Tensor, payload: str) -> paddle.Tensor:
 
 
 def alone(problem: Problem) -> dict[str, NDArray]:
-    """What one process gives that has all tokens and experts."""
+    """Results of one process with all tokens and experts."""
     t = problem.tensors(slice(None))
     plan, tokens = route(to_tensor(kept_ids(problem)), num_experts=problem.experts), t["x"]
     if problem.float8 is not None:

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SLOWNESS = int(os.environ.get("PADDLE_MOE_OPS_TEST_SLOWNESS", "1"))  # times as long as usual, as under a sanitizer
 TIMEOUT_S = 120 * SLOWNESS  # of a start and of a call; ends a hang and judges nothing
 GRACE_S = 5 * SLOWNESS  # for the other ranks, after one failed: most wait for it and never answer
-SHOWN_LINES = 60  # of what a failed process printed
+SHOWN_LINES = 60  # of a failed process's output
 
 _PR_SET_PDEATHSIG = 1
 MAX_WAITING = 5  # processes that wait for calls, some 300 MB each; on GPUs only those of one start
@@ -53,7 +53,7 @@ def run(function: Callable[..., Any], num_processes: int, backend: str | None = 
         **arguments: the same for every process; they must pickle.
 
     Returns:
-        What the function returned, by rank; it must pickle, so return NumPy arrays rather than tensors.
+        Results of the function by rank; they must pickle, so return NumPy arrays rather than tensors.
 
     Raises:
         RuntimeError: a process raised, died or did not answer in time; the message has the traceback of each.

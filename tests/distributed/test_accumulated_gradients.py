@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""How large models are trained: mixed precision, recomputation, gradients of several batches added up in `main_grad`.
+"""Large-model training: mixed precision, recomputation, gradients of several batches accumulated in `main_grad`.
 
 A rank may have no tokens.
 """
@@ -70,7 +70,7 @@ TOKENS = pytest.mark.parametrize("tokens", [(5, 11), (16, 0)], ids=["uneven", "o
 
 
 def errors(tokens: tuple[int, ...], options: dict[str, Any], backend: str | None = None) -> dict[str, float]:
-    """How far each gradient is from that of one process in float32, as a part of its maximum."""
+    """Error of each gradient against one process in float32, relative to its maximum."""
     mixed = backend is not None
     ranks = run(over_ranks, len(tokens), backend, tokens=tokens, mixed=mixed, options=options)
     net = Net(recomputes=True, accumulate=True)

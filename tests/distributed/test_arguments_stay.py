@@ -56,7 +56,7 @@ def there_and_back(parallel: Any, given: list[paddle.Tensor], lay: Any) -> tuple
 
 
 def of_ranks(options: dict[str, Any]) -> list[str]:
-    """What is not as it was, or not as with tensors of their own."""
+    """Arguments that a call changed, and results that differ from those of separate tensors."""
     fake_deep_ep.install()
     parallel, wrong = ExpertParallel(E, **options), []
     dtype = "bfloat16" if options.get("transport") == "deepep" else "float32"

@@ -45,7 +45,7 @@ def of_experts(shape: list[int], **options: Any) -> Any:
 
 
 def named_twice() -> list[list[float]]:
-    """Gradients of what all ranks have and of experts, each of which is named twice."""
+    """Averaged gradients of a replicated parameter and of an expert, each listed twice."""
     given = [parameter([1], gradient=1.0 + 2 * paddle.distributed.get_rank()), of_experts([1], gradient=4.0)]
     average_gradients([*given, *given])
     return [each.grad.tolist() for each in given]
@@ -56,7 +56,7 @@ def test_what_is_named_twice_counts_once():
 
 
 def unlike_parameters() -> list[str]:
-    """What is raised on this rank, and in the end what a good call gives, in which all ranks must still meet."""
+    """Errors on this rank, and the result of a good call after them."""
     rank = paddle.distributed.get_rank()
     first, unlike = parameter([2]), [
         [parameter([3])] * (1 - rank),
@@ -241,7 +241,7 @@ def test_gradients_stay_in_a_buffer_of_the_caller():
 
 
 def with_sparse_gradients() -> list[str]:
-    """What is raised where the rows of an embedding have gradients, on one rank or on both."""
+    """Errors for sparse gradients of an embedding, on both ranks and on one."""
     rank, dense = paddle.distributed.get_rank(), parameter([1])
     texts = []
     for is_sparse in (True, rank == 1):

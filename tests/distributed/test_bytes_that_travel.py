@@ -35,7 +35,7 @@ class Counting:
         return self.transport.exchange(payload, sent, received, step)
 
     def exchange_numbers(self, numbers, step):
-        """What the model does not count."""
+        """Exchange numbers, which the model does not count."""
         return self.transport.exchange_numbers(numbers, step)
 
 

@@ -54,7 +54,7 @@ def number(layer: MoELayer) -> int:
 
 
 def in_another_order(options: dict[str, Any]) -> dict[str, Any]:
-    """What ranks are told of calls and backward passes in another order on the last one, and whether they go on."""
+    """Errors on ranks if the last rank changes the order of calls or backward passes, and the results afterwards."""
     swaps = paddle.distributed.get_rank() == paddle.distributed.get_world_size() - 1
     first, second = layers(options)
     x = tokens()
@@ -75,7 +75,7 @@ def in_another_order(options: dict[str, Any]) -> dict[str, Any]:
     return {**found, "numbers": [number(first), number(second)], "goes on": goes_on}
 
 
-@pytest.mark.cpu_only  # a GPU marks its state: see test_a_device_marks_calls_in_another_order
+@pytest.mark.cpu_only  # on a GPU: test_a_device_makes_calls_in_another_order_nan_and_the_next_dispatch_raises
 @EVERY_TRANSPORT
 @pytest.mark.parametrize("size", [2, 3])
 def test_calls_in_another_order_are_told_to_all_ranks(size, options):
@@ -242,7 +242,7 @@ def test_ranks_in_other_gradient_modes_get_their_values_and_backward_passes_name
 
 
 class Marked:
-    """Two layers whose calls send as many lines to each rank, and what a device finds of calls in another order."""
+    """Two layers whose calls send equally many lines to each rank; a device checks their order."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         rank = paddle.distributed.get_rank()
@@ -277,7 +277,7 @@ def rows_of(received: Any) -> paddle.Tensor:
 
 
 def marks_of_a_device(options: dict[str, Any]) -> dict[str, Any]:
-    """Whether what calls in another order gave is NaN, and what the next dispatch says."""
+    """NaN checks for outputs of calls in another order, and the error of the next dispatch."""
     program = Marked(options)
     found: dict[str, Any] = {}
     with on_this_device():

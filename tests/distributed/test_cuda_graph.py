@@ -32,7 +32,7 @@ RELAXED = 2
 
 
 class Graph:
-    """What a function does on a stream, captured by the driver and not yet run.
+    """A CUDA graph of a function, captured by the driver and not yet launched.
 
     Attributes:
         made: what the function returned; its tensors are written by each launch.
@@ -99,7 +99,7 @@ class Program:
         self.trained, self.trains = trained, trains
 
     def experts(self, received: Received) -> paddle.Tensor:
-        """What the experts make of tokens: products, or the tokens' rows themselves."""
+        """Expert outputs: GEMMs, or the tokens' rows themselves."""
         if received.rows is not None:
             return received.rows
         if "down" in self.trained:
@@ -123,7 +123,7 @@ class Program:
 
 
 def eager_and_replayed(experts: str, payload: str | None, trains: bool, combine: str = "reduced") -> Any:
-    """What each batch gives as the host calls the program, from a graph of it, and as the host calls it afterwards."""
+    """Results of each batch from calls of the host, from replays of a graph, and from calls of the host afterwards."""
     from paddle_moe_ops.triton.launch.paddle_device import device_of
 
     program = Program(experts, payload, trains, combine)

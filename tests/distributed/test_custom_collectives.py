@@ -37,7 +37,7 @@ def tensor(rank: int, rows: int, dtype: str) -> paddle.Tensor:
 
 
 def filled(rows: int, dtype: str) -> paddle.Tensor:
-    """What a collective shall overwrite."""
+    """An output tensor for a collective, filled with 77."""
     return to_tensor(np.full((rows, H), 77).astype(dtype))
 
 

@@ -80,7 +80,7 @@ def reduced(problem: Problem, rank: int) -> dict[str, Any]:
     return results(ep.combine(unpermute(rows, received.plan, received.probs), received), t)
 
 
-# Of the module's scope, so that tests of one number of processes follow each other: a start takes seconds.
+# Module scope groups the tests by number of processes: starting processes takes seconds.
 MANY = pytest.param(EIGHT, marks=pytest.mark.slow, id="eight")
 OF_RANKS = pytest.mark.parametrize(
     "problems",
@@ -97,7 +97,7 @@ def of_rank(program: str, problems: list[Problem]) -> list[dict[str, Any]]:
 
 
 def joined(program: str, problems: list[Problem], backend: str | None) -> list[dict[str, Any]]:
-    """What the ranks give, in their order."""
+    """Results of all ranks, concatenated in rank order."""
     ranks = run(of_rank, len(problems[0].tokens), backend, program=program, problems=problems)
     return [
         {name: np.concatenate([each[name] for each in parts]) for name in parts[0]}

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks are told that do not fit together, or of one that fails."""
+"""Errors on ranks whose arguments do not match, and on the others if one fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ X, IDS, PROBS = [[1.0, 2.0], [3.0, 4.0]], [[0, 1], [3, -1]], [[0.5, 0.5], [1.0, 
 
 
 def caught(call: Callable[[], Any]) -> str:
-    """The type and the text of what a call raises."""
+    """The type and the text of a call's error."""
     try:
         call()
     except (TypeError, ValueError, RuntimeError, OSError) as error:  # OSError: what Paddle makes of a hook's error
@@ -225,7 +225,7 @@ def test_the_others_are_told_of_a_rank_that_raises():
 
 
 def end_rank_1() -> None:
-    """Once rank 0 is here, too: before, it would find the connection broken in what both did."""
+    """End rank 1 after rank 0 arrives; earlier, rank 0 would see the lost connection in the call before."""
     store = core.create_or_get_global_tcp_store()
     if paddle.distributed.get_rank() == 0:
         store.add("tests/rank 0 is here", 1)

@@ -193,7 +193,7 @@ def test_main_gradients_are_averaged():
 
 
 def loaded_over_ranks(state: dict[str, NDArray], tokens: tuple[int, ...], experts: int) -> tuple[Any, Any]:
-    """What a model gives that loads a whole state, and the state that it gathers."""
+    """Outputs of a model that loaded a whole state, and the state gathered from it."""
     group, rank = paddle.distributed.get_group(0), paddle.distributed.get_rank()
     net = Net(group, experts=experts)
     whole = {name: paddle.to_tensor(value) for name, value in state.items()}
@@ -222,7 +222,7 @@ def test_a_checkpoint_of_one_process_fits_two_and_comes_back():
 
 
 def first_values() -> Any:
-    """What ranks start with that were seeded differently, and what the next draw is under one seed."""
+    """Initial states of a layer under a seed per rank and under one seed, and the next draw."""
     paddle.seed(paddle.distributed.get_rank())
     moe = MoELayer(*SIZES, group=paddle.distributed.get_group(0))
     paddle.seed(5)
@@ -240,7 +240,7 @@ def test_ranks_start_with_one_router_and_experts_of_their_own():
 
 
 def questions_of_a_layer() -> int:
-    """How often making a layer asks the other ranks what they were given."""
+    """Number of times that the constructor of a layer gathers objects from the other ranks."""
     asked, of_paddle = [], paddle.distributed.all_gather_object
 
     def counted(*given: Any, **options: Any) -> Any:
@@ -279,7 +279,7 @@ def test_data_parallel_leaves_experts_to_their_rank():
 
 
 def gathered_before_a_step(ranks: int) -> bool:
-    """Whether a state that was gathered stays as it is while its model is trained."""
+    """Return whether training leaves a gathered state unchanged."""
     group = paddle.distributed.get_group(0) if ranks > 1 else None
     layer = MoELayer(*SIZES, group=group, combine="reduced", num_shared_experts=1)
     state = gather_state_dict(layer, group)
@@ -298,7 +298,7 @@ def test_gathered_states_are_copies(ranks):
 
 
 def of_rank_alone(options: dict[str, Any], tokens: tuple[int, ...]) -> Any:
-    """What a layer gives for this rank's tokens, over the ranks and with all experts here, and its dropped slots."""
+    """Outputs for this rank's tokens over the ranks and with all experts here, and the dropped slots."""
     rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
     layer, x = MoELayer(*SIZES, group=group, **options), batch(tokens, rank, 0)[0]
     whole = MoELayer(*SIZES, **{name: each for name, each in options.items() if name not in OF_GROUPS})

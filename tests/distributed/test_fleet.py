@@ -142,7 +142,7 @@ class Done:
 
 
 def reduced_and_scattered(out: Any, whole: Any, *, group: Any, **_: Any) -> Done:
-    """What `paddle.distributed.reduce_scatter` does."""
+    """`paddle.distributed.reduce_scatter`, which gloo lacks."""
     if group.nranks > 1:
         copy = whole.clone()
         paddle.distributed.all_reduce(copy, group=group)
@@ -263,7 +263,7 @@ def test_optimizers_that_would_mix_experts_are_refused_after_a_failure_in_fleet(
 
 
 def sharded_by_group(level: str) -> str:
-    """What a rank is told that calls `group_sharded_parallel`."""
+    """The error of `group_sharded_parallel`."""
     net = Net(paddle.distributed.get_group(0))
     optimizer = paddle.optimizer.AdamW(parameters=net.parameters())
     return caught(lambda: paddle.distributed.sharding.group_sharded_parallel(net, optimizer, level))
@@ -278,7 +278,7 @@ def test_group_sharded_parallel_refuses_experts(level, custom_backend):
 
 
 def strange_programs() -> list[str]:
-    """What is refused when the optimizer is made."""
+    """Errors when the optimizer is created."""
     texts = []
 
     def told(group: Any, sharding: Any = None, optimizer: Any = None, **degrees: int) -> None:
@@ -316,7 +316,7 @@ def test_what_is_not_known_to_be_right_is_refused(ranks):
 
 
 def alone_with_fleet() -> bool:
-    """Whether a model without experts on several ranks gets Fleet's optimizer as it is."""
+    """Return whether a model without experts on several ranks gets Fleet's optimizer unchanged."""
     start_fleet(dp_degree=2)
     made = distributed_optimizer(paddle.optimizer.SGD(parameters=nn.Linear(2, 2).parameters()))
     return type(made) is fleet.meta_optimizers.HybridParallelOptimizer
@@ -327,7 +327,7 @@ def test_a_model_without_experts_gets_fleets_own_optimizer(ranks):
 
 
 def averaged_by_hand() -> Any:
-    """What two ranks have after a backward pass in Fleet's group."""
+    """Gradients on two ranks after a backward pass in Fleet's group."""
     group = group_of_experts(start_fleet(**TWO[EXPERTS]), EXPERTS)
     paddle.seed(group.ranks[0])
     net = Net(group)

@@ -144,7 +144,7 @@ def _is_of_experts(key: str) -> bool:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """By precision: a checkpoint of two ranks, and the whole states in it."""
+    """A function of the precision that returns a checkpoint of two ranks and the whole states in it."""
     folder, made = tmp_path_factory.mktemp("flex"), {}
 
     def of(precision):

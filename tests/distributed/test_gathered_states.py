@@ -87,7 +87,7 @@ def test_one_rank_or_the_host_gets_the_states_that_all_ranks_get(options, dtype,
 
 
 def states_that_the_host_held() -> list[bool]:
-    """Whether a model and an optimizer go on from states in the host's memory as from others."""
+    """Return whether a model and an optimizer continue from states in host memory as from others."""
     found, is_here = [], []
     for options in ({}, {"to_cpu": True}):
         net, optimizer = model_and_optimizer("bfloat16")

@@ -127,7 +127,7 @@ def test_infinity_halves_the_scale_and_good_steps_raise_it(custom_backend):
 
 
 def unlike_scales() -> list[str]:
-    """What is raised on this rank after one rank loaded a state, and after all did."""
+    """Errors on this rank after one rank loaded a state, and after all did."""
     model, optimizer = model_and_optimizer()
     scaler, texts = GradScaler(init_loss_scaling=SCALE), []
     state = GradScaler(init_loss_scaling=8.0).state_dict()

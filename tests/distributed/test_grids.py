@@ -143,7 +143,7 @@ def test_layers_of_one_model_may_have_different_groups_of_four_ranks(clips, name
 
 
 def unlike_in_a_grid() -> list[str]:
-    """What each rank is told where a rank, or a group, has other parameters; then gradients that some ranks lack."""
+    """Errors if one rank or group has other parameters, and gradients that only some ranks have."""
     rank, group, copies = paddle.distributed.get_rank(), pair_of_this_rank(NEIGHBOURS), pair_of_this_rank(APART)
     first = parameter([2])
     texts = [

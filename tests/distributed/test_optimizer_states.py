@@ -111,7 +111,7 @@ class Run:
         self.optimizer.set_state_dict(shard_optimizer_state_dict(state, self.net, self.group))
 
     def arrays(self) -> dict[str, NDArray]:
-        """All parameters of the whole model, and what the optimizer keeps for them, by names of the model."""
+        """All parameters of the whole model and their optimizer states, by names of the model."""
         found = {name: each.numpy() for name, each in gather_state_dict(self.net, self.group).items()}
         state = gather_optimizer_state_dict(self.optimizer, self.net, self.group)
         names = {key: name for name, key in state.pop("parameter_names").items()}
@@ -152,7 +152,7 @@ class RunOfTwoGroups(Run):
 
 
 def trained(optimizer: str, steps: range, load: str = "", save: str = "", groups: int = 1, **options: Any) -> Any:
-    """Losses, and what there is after these steps."""
+    """Losses of these steps, and the state after them."""
     with unique_name.guard():
         program = (Run if groups == 1 else RunOfTwoGroups)(optimizer, **options)
         if load:
@@ -164,7 +164,7 @@ def trained(optimizer: str, steps: range, load: str = "", save: str = "", groups
 
 
 def passed_on(optimizer: str, load: str, save: str) -> dict[str, NDArray]:
-    """What there is after loading and before any step; it is saved again."""
+    """The state after loading and before any step; it is saved again."""
     with unique_name.guard():
         program = Run(optimizer, layers_before=paddle.distributed.get_rank() + 1)
         program.load(load)
@@ -186,7 +186,7 @@ FIRST, LATER, ALL = range(STEPS), range(STEPS, 2 * STEPS), range(2 * STEPS)
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """By optimizer: a checkpoint of two ranks after five steps, and an uninterrupted run's losses and end."""
+    """A function of the optimizer that returns a checkpoint after five steps, and losses and end of a longer run."""
     folder, made = tmp_path_factory.mktemp("states"), {}
 
     def of(optimizer):
@@ -229,7 +229,7 @@ def test_paddle_alone_takes_a_gathered_state(saved):
 
 
 def different_states() -> list[str]:
-    """What a rank is told whose optimizer is fine, or not."""
+    """Errors on a rank whose optimizer differs from the others'."""
     rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
     with unique_name.guard():
         program, other = Run("Momentum" if rank else "AdamW"), nn.Linear(2, 2)
@@ -271,7 +271,7 @@ def test_ranks_whose_states_differ_are_told():
 
 
 def one_number_of_each_expert() -> dict[str, list[float]]:
-    """What AdamW keeps for [1] on each rank."""
+    """AdamW's state for an expert parameter of shape [1] on each rank."""
     group, net = paddle.distributed.get_group(0), nn.Layer()
     net.add_parameter("scale", net.create_parameter([1]))
     mark_expert_parameters(net)

@@ -20,7 +20,7 @@ E, D, N, T = 3, 4, 2, 5
 
 
 def trained_side_by_side():
-    """What two steps of training give, of parameters that lie apart and of the same side by side."""
+    """Results of two training steps with separate parameters, and with the same parameters stacked."""
     found = []
     for lay in (False, True):
         paddle.seed(3)

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What tests with several processes rest on: results come back by rank, and failures are reported."""
+"""The test processes: results return by rank, and failures are reported."""
 
 from __future__ import annotations
 

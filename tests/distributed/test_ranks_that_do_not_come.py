@@ -49,7 +49,7 @@ class Later:
 
 
 def stand_in_for_nccl() -> None:
-    """Let `paddle.distributed` of this process have what gloo lacks, and return as NCCL does with ``sync_op=False``."""
+    """Add NCCL's collectives that gloo lacks to `paddle.distributed`, and ``sync_op=False`` as NCCL has it."""
     of_paddle = paddle.distributed.all_reduce
 
     def all_reduce(*given: Any, sync_op: bool = True, **options: Any) -> Any:
@@ -75,7 +75,7 @@ def dispatch(ep: ExpertParallel) -> Any:
 
 
 def missing(rank: int, how: str, call: str, backend: str) -> str:
-    """What is raised on this rank by a call to which one rank does not come, after one to which all do."""
+    """The error on this rank of a call that one rank misses, after a call of all ranks."""
     transport = backend if backend in ("alltoall", "peer") else "auto"
     if backend in ("alltoall", "stub"):
         stand_in_for_nccl()
@@ -115,11 +115,11 @@ def wait_for_others(count: int) -> None:
 
 
 def texts_of(backend: str, size: int | None = None, **arguments: Any) -> list[str]:
-    """What each rank of new processes, which end thereafter, gave; or the lines of what they raised.
+    """Results, or lines of the errors, of new processes by rank; the processes end afterwards.
 
     Args:
         backend: of `run`, or "alltoall": gloo in place of NCCL, or "peer".
-        size: how many processes; None: what tests take that say no number.
+        size: number of processes; None: the tests' default.
         **arguments: of `missing`.
     """
     with pytest.MonkeyPatch.context() as patch:

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where the stub device differs from NCCL: ranks that disagree get errors, and sends do not wait to be received."""
+"""Differences of the stub device from NCCL: ranks that disagree get errors, and sends do not wait to be received."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""How often a rank waits for numbers: once in a dispatch, and never where all sizes are known."""
+"""A rank waits for numbers on the host once in a dispatch, and never if all sizes are known."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STATIC = [
 
 
 class Reads:
-    """Counts what the host reads of tensors, but for what a transport over gloo reads to send it."""
+    """Counts host reads of tensors, without those of a transport over gloo."""
 
     def __init__(self) -> None:
         self.count, self._depth = 0, 0
@@ -58,7 +58,7 @@ class Reads:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """What one read makes of others is no further read."""
+        """Exclude nested reads from the count."""
         self._depth += 1
         try:
             yield
@@ -105,7 +105,7 @@ class Layer:
 
 
 def reads_of_each_step(**options: Any) -> list[int]:
-    """Of dispatch, experts, combine and the backward pass, in the second turn: the first one makes the windows."""
+    """Reads of dispatch, experts, combine and backward pass in the second turn; the first one allocates the windows."""
     layer, reads = Layer(**options), Reads()
     layer.ep._transport = Apart(layer.ep._transport, reads)
     for _ in range(2):
@@ -164,7 +164,7 @@ def kernels_of_paddle(**options: Any) -> list[str]:
 
 
 def kernels_in(call: Callable[[], Any]) -> list[str]:
-    """Those of Paddle that a call runs, each as often as it runs."""
+    """Paddle's kernels that a call runs, with repetitions."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         targets = [profiler.ProfilerTarget.CPU]

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""These tests are collected only where PaddleFormers and what it imports are installed (`make test-integrations`)."""
+"""These tests are collected only if PaddleFormers and its dependencies are installed (`make test-integrations`)."""
 
 from __future__ import annotations
 

@@ -25,14 +25,14 @@ def install() -> None:
 
 
 def swapped(parts: list[NDArray], group: Group) -> list[NDArray]:
-    """What each rank has for this one, of a part for each rank."""
+    """All-to-all of objects: ``parts`` has one part for each rank; returns the parts for this rank."""
     told: list[list[NDArray]] = []
     paddle.distributed.all_gather_object(told, parts, group=group)
     return [each[group.rank] for each in told]
 
 
 class Way:
-    """Which tokens [T] of this rank go to each rank."""
+    """The tokens of this rank that go to each rank."""
 
     def __init__(self, ids: NDArray, num_experts: int, group: Group) -> None:
         owners = np.where(ids >= 0, ids // (num_experts // group.nranks), -1)
@@ -82,5 +82,5 @@ def fused_dispatch(x: Tensor, ids: Tensor, probs: Tensor, num_experts: int, grou
 
 
 def fused_combine(x: Tensor, group: Group, handle: Way) -> Tensor:
-    """The sums over ranks of what they have for each token."""
+    """The sums over ranks of their rows of each token."""
     return Moved.apply(x, handle, True)

@@ -99,7 +99,7 @@ def expand_modality_expert_id(
 def build_src_rank_and_local_expert_id(
     expert_num_global: Tensor, expert_num_global_list: list[int], num_local_experts: int
 ) -> tuple[Tensor, Tensor]:
-    """For one process."""
+    """Source ranks and local expert ids of the rows, in a group of one process."""
     rows = sum(expert_num_global_list)
     experts = paddle.arange(num_local_experts).repeat_interleave(paddle.to_tensor(expert_num_global_list))
     return paddle.zeros([rows], "int32"), experts.astype("int32")

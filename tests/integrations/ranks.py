@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in each of two processes: models of PaddleFormers whose experts are spread over them."""
+"""Programs for each of two processes: models of PaddleFormers whose experts are spread over them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ LENGTHS = 17, 6  # of the sequence that a rank trains on
 
 
 def prepare() -> None:
-    """Give this process Fleet's expert parallel group, and what PaddleFormers needs to build models for it."""
+    """Create Fleet's expert-parallel group, and install DeepEP's stand-in for PaddleFormers."""
     start_fleet(sharding_degree=2, moe_sharding_degree=1, ep_degree=2)
-    deep_ep.install()  # without DeepEP it builds none
+    deep_ep.install()  # without DeepEP PaddleFormers builds no model
 
 
 def built(case: str, state: dict[str, NDArray], **changes: Any) -> Any:
@@ -58,7 +58,7 @@ def block_name(case: str, **changes: Any) -> tuple[str, list[bool]]:
 
 
 class Trained(NamedTuple):
-    """What a rank gives for its sequence.
+    """The results of a rank for its sequence.
 
     Attributes:
         steps: the loss and the gradients of each step.
@@ -128,7 +128,7 @@ def descend(model: Any) -> None:
 
 
 def logits(case: str, state: dict[str, NDArray], **changes: Any) -> NDArray:
-    """What a model in evaluation gives for this rank's sequence."""
+    """Logits of a model in evaluation mode for this rank's sequence."""
     model = built(case, state, **changes)
     model.eval()
     with pf.applied(model), paddle.no_grad():

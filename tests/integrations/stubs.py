@@ -14,7 +14,7 @@ import types
 from typing import Any
 
 _PACKAGES = ("paddlefleet", "paddlefleet_ops")
-# What the files read from those classes while they are imported.
+# Class attributes that the files read while they are imported.
 _ATTRIBUTES: dict[str, dict[str, Any]] = {
     "ModelType": {"encoder_or_decoder": None},
     "GPTConfig": {"transform_rules": {}},

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What `apply` replaces and reports, what it refuses, and that `remove` leaves no trace."""
+"""`apply`: replacements, reports and errors; `remove` restores everything."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load(path: str) -> tuple[type, str]:
 
 
 def methods() -> dict[str, object]:
-    """What each class that could be patched has itself under the method's name."""
+    """The attribute of each class that could be patched, under the method's name."""
     found = {}
     for each in pf.supported().values():
         for path in each.methods:

@@ -23,7 +23,7 @@ def block_of(case: str, **changes: Any) -> Any:
 
 
 def outputs(block: Any, rng: np.random.Generator, shape: tuple[int, int], call=lambda block, x: block(x)):
-    """What a block gives for random tokens, and its gradients, with that of the tokens."""
+    """Outputs of a block for random tokens, and the gradients of the tokens and its parameters."""
     x = paddle.to_tensor(rng.standard_normal((*shape, 48)), "float32", stop_gradient=False)
     weights = paddle.to_tensor(rng.standard_normal((*shape, 48)), "float32")
     out = call(block, x)

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What only the block of ERNIE-4.5-MoE has: a correction bias, counts of its experts' use, losses of the router."""
+"""Parts of the ERNIE-4.5-MoE block alone: a correction bias, counts of its experts' use, losses of the router."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 """ERNIE-4.5-VL of PaddleFormers, whose text and images have experts of their own, under patch_paddle.
 
 No line of it is replaced. The tower of the images is not run: PaddleFormers gives it bfloat16, which has no kernels on
-a CPU. What it would give is random numbers here; all after it runs.
+a CPU. Random numbers replace its outputs; everything after it runs.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def train(model: Any, images: bool, steps: int = 20) -> list[float]:
 
 
 def uses(model: Any) -> list[np.ndarray]:
-    """How often each expert of each modality was chosen, layer by layer."""
+    """Counts of the choices of each expert of each modality, layer by layer."""
     return [layer.mlp.moe_statics.expert_usage.numpy() for layer in model.model.layers[1:]]
 
 
@@ -174,6 +174,6 @@ def test_without_the_operators_it_does_not_run():
 
 
 def test_the_tower_of_images_wants_bfloat16():
-    """What docs/integrations.md says of it."""
+    """The limit that docs/integrations.md states."""
     with patched_paddle(FAMILIES), pytest.raises(AssertionError, match=r"float32|FLOAT32"):
         build("v2-unpad").vision_forward(paddle.zeros([16, 48]), None, None, paddle.to_tensor([[1, 4, 4]]))

@@ -42,7 +42,7 @@ def lists(monkeypatch) -> list[str]:
 
 
 def compare(block: Any, rng: np.random.Generator, shape=(2, 5)) -> None:
-    """A block gives what it gave, and its gradients; few tokens, so that experts are idle."""
+    """Assert that patching keeps a block's outputs and gradients; with few tokens some experts are idle."""
     state = rng.bit_generator.state
     paddle.seed(5)
     expected = outputs(block, rng, shape)
@@ -73,7 +73,7 @@ def test_biases_of_linear_experts_have_their_gradients(case, rng, lists):
 
 
 def weights_of(block: Any) -> list[list[Any]]:
-    """Those of all experts, one list for each layer of an expert."""
+    """Weights of all experts, one list for each layer of an expert."""
     names = ("gate_proj", "up_proj", "up_gate_proj", "down_proj")
     found = [[getattr(expert, name, None) for expert in block.experts] for name in names]
     return [[layer.weight for layer in layers] for layers in found if layers[0] is not None]

@@ -42,7 +42,7 @@ def two():
 
 
 def settings(name: str) -> dict[str, Any]:
-    """What the programs of `ranks` are told of a case."""
+    """Keyword arguments of the programs of `ranks` for a case."""
     case, changes, _ = CASES[name]
     return {"case": case, **WITHOUT_LOSSES, **changes}
 
@@ -50,7 +50,7 @@ def settings(name: str) -> dict[str, Any]:
 def alone(
     case: str, steps: int = 1, biased: bool = False, **changes: Any
 ) -> tuple[dict[str, NDArray], list[tuple[float, dict[str, NDArray]]]]:
-    """What PaddleFormers gives in one process for the sequences of all ranks: the first state, losses, gradients.
+    """PaddleFormers in one process on the sequences of all ranks: first state, losses and gradients.
 
     Args:
         case: of `models.CASES`.

@@ -26,7 +26,7 @@ NAN = np.where(np.arange(T * K).reshape(T, K) == 4, np.float32(np.nan), PROBS)
 
 
 class BadCall(NamedTuple):
-    """One bad call: which function, what is bad about it, the arguments that make it bad, and what it raises."""
+    """A bad call: the function, its fault, the arguments that cause it, and the expected error."""
 
     function: str
     fault: str

@@ -21,7 +21,7 @@ ROW_ID_MAP = reference.make_row_id_map(PLAN.token_rows, PLAN.row_to_expert, E)
 
 
 class BadCall(NamedTuple):
-    """Arguments that make a good call a bad one, and what the operator says."""
+    """Arguments that turn a good call into a bad one, and the operator's message."""
 
     operator: str
     changes: dict[str, Any]
@@ -141,7 +141,7 @@ def bad_scale(operator: str) -> list[BadCall]:
 
 
 def bad_sum(operator: str) -> list[BadCall]:
-    """What the plain sum, the weighted sum and its gradient all refuse."""
+    """Bad calls of the plain sum, the weighted sum and its gradient alike."""
     return [
         bad(operator, wrong_shape("the rows", ANY_MATRIX, [N]), rows=zeros(N)),
         bad(operator, wrong_shape("row_to_token", f"[{N}]", [N - 1]), row_to_token=int32(N - 1)),
@@ -210,7 +210,7 @@ def bad_sort(operator: str) -> list[BadCall]:
 
 
 def bad_maps(operator: str) -> list[BadCall]:
-    """What both ways to expert order refuse."""
+    """Bad calls of both operators that permute into expert order."""
     short = PLAN.slot_to_row[:-1]
     return [
         bad(operator, wrong_shape("x", ANY_MATRIX, [T]), x=zeros(T)),

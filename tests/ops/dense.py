@@ -21,7 +21,7 @@ Results = dict[str, NDArray]
 
 
 class Options(NamedTuple):
-    """What a layer does, in the words of MoELayer."""
+    """Options of a layer, named as in MoELayer."""
 
     topk: int
     scoring: str = "softmax"
@@ -97,12 +97,13 @@ def dense_layer(
 
 
 def parameters_and_bias(layer: paddle.nn.Layer) -> dict[str, paddle.Tensor]:
-    """By name; parameters are the layer's own, so that they get gradients."""
+    """Parameters and buffers by name; the parameters are the layer's own, so that they get gradients."""
     return {**dict(layer.named_buffers()), **dict(layer.named_parameters())}
 
 
 def results(layer: paddle.nn.Layer, x: paddle.Tensor, run: Callable[[paddle.Tensor], Any]) -> Results:
-    """What a function of x gives, and the gradients of x and all parameters from a loss that tells elements apart.
+    """Outputs of a function of x, and gradients of x and all parameters from a loss that weights each element
+    differently.
 
     The function returns the output, or a tuple of it and losses to add.
     """

@@ -20,7 +20,7 @@ PROBS = np.linspace(0.1, 0.9, T * K, dtype=np.float32).reshape(T, K)
 
 
 class Maps(NamedTuple):
-    """Ids and what follows from them; ids of the same number give maps of the same shapes."""
+    """Ids and the maps computed from them; equally many ids have maps of the same shapes."""
 
     ids: NDArray
     plan: reference.Plan

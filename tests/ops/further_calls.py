@@ -226,7 +226,7 @@ OF_TRANSFORMER_ENGINE = [
 
 
 class Program(NamedTuple):
-    """A call of what a function makes, with the tensors of an `every_call.Call`."""
+    """A call of a function's result, with the tensors of an `every_call.Call`."""
 
     name: str
     made: Callable[[], Callable[..., Any]]

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the Triton backend on interpreted kernels share; the fixture `interpreted` selects that backend."""
+"""Helpers for tests of the Triton backend on interpreted kernels; the fixture `interpreted` selects that backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHAPE = SMALL._replace(T=5)  # a program takes ten milliseconds and more
 
 
 def on_both(call):
-    """What a function gives on Triton and on the oracle."""
+    """Pairs of a function's results on Triton and on the oracle."""
     with use_backend("triton"):
         actual = call()
     with use_backend("reference"):

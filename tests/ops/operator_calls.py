@@ -177,7 +177,7 @@ GOOD_CALLS: dict[str, dict[str, Any]] = {
 
 
 def by_position(operator: str, arguments: dict[str, Any]) -> list[Any]:
-    """What an operator is called with; moe_permute takes its numbers as one list, then the counts of a list."""
+    """Positional arguments of an operator; moe_permute has its numbers as one list, then the counts of a list."""
     if operator != "moe_permute":
         return list(arguments.values())
     arguments = dict(arguments)

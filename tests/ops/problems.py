@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the operators draw, and how they get from arrays to tensors and back to gradients."""
+"""Random inputs for tests of the operators, and conversions from arrays to tensors and back to gradients."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def make_problem(
 
 
 class Routing(NamedTuple):
-    """Arguments of route: any ids or mask, good or bad. For `validate=False`."""
+    """Arguments of route with `validate=False`: any ids or mask, good or bad."""
 
     routing: NDArray
     probs: NDArray | None
@@ -156,12 +156,12 @@ def backward(outputs: Iterable[paddle.Tensor], gradients: Iterable[NDArray]) -> 
 
 
 def products_in_graphs_are(dtype: Any) -> bool:
-    """Whether mixed precision makes this dtype of products; in a program that never runs, as some CPUs can't run it."""
+    """Return whether products have this dtype under mixed precision, by a program that is built but not run."""
     with paddle.static.program_guard(paddle.static.Program()):
         value = paddle.static.data("value", [2, 2])
         return paddle.matmul(value, value).dtype == dtype
 
 
 def rounds_before_weights(x: Any) -> bool:
-    """Whether `grouped_gemm` of a tensor rounds its product, and again what weights and a bias make of it."""
+    """Return whether `grouped_gemm` rounds its product before the weights and the bias, and again after them."""
     return not x.place.is_cpu_place() and resolve("grouped_gemm", x).name == "paddle"

@@ -33,7 +33,7 @@ LIMITS = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 
 class Layer:
-    """Operands of a layer with biases, large enough that some of what gpt_oss cuts is cut."""
+    """Operands of a layer with biases, large enough that the clamps of gpt_oss take effect."""
 
     def __init__(self, rng, shape, dtype=np.float32, *, activation="swiglu_oai", transpose=False, biases=OPERANDS[4:]):
         self.problem, self.activation, self.transpose = make_problem(rng, shape), activation, transpose
@@ -62,7 +62,7 @@ class Layer:
         return {"out": out, **{name: leaf.grad for name, leaf in leaves.items()}}
 
     def due(self) -> dict[str, Any]:
-        """In float64."""
+        """Expected outputs and gradients, in float64."""
         given = {name: array.astype(np.float64) for name, array in self.arrays.items() if name != "probs"}
         given |= {"weights": self.plan.row_probs, "plan": self.plan}
         options: dict[str, Any] = {"activation": self.activation, "transpose": self.transpose}
@@ -164,7 +164,7 @@ def test_gradients_of_biases_are_added_to_what_is_there(name, kind, rng, place):
 
 
 def experts_by_hand(x, gate_up, down, gate_up_bias, down_bias):
-    """What every expert of gpt_oss makes of every token, [E, T, D]."""
+    """Outputs of every expert of gpt_oss for every token, [E, T, D]."""
     gate, up = (paddle.matmul(x.unsqueeze(0), gate_up) + gate_up_bias.unsqueeze(1)).chunk(2, axis=-1)
     gate, up = gate.clip(max=7.0), up.clip(min=-7.0, max=7.0)
     return paddle.matmul((up + 1) * gate * F.sigmoid(gate * 1.702), down) + down_bias.unsqueeze(1)

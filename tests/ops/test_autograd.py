@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""How the operators take part in Paddle's autograd: which tensors get a gradient, when, and on which backend."""
+"""Gradients of the operators in Paddle's autograd: for which tensors, when, and on which backend."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_gradients_have_the_dtype_of_the_rows(place, backend):
         assert_bits_equal(x.grad, np.ones((4, 3), dtype))
 
 
-# What Python raises in a backward pass arrives as an OSError that names it, what Paddle raises as a RuntimeError.
+# An error of Python in a backward pass arrives as an OSError that names it, an error of Paddle as a RuntimeError.
 FROM_BACKWARD = (RuntimeError, OSError)
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which backend runs: automatic and explicit choice, and what happens where it cannot."""
+"""The choice of a backend, automatic and explicit, and the fallback if it cannot run."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ STEPS, RATE = 4, 0.05
 
 
 class RouterOptions(NamedTuple):
-    """How experts are chosen and weighted, in the words of calculate_topk."""
+    """Options of the router, named as in calculate_topk."""
 
     use_sigmoid: bool
     renormalize: bool
@@ -160,7 +160,7 @@ def test_a_fused_block_on_every_backend(fused, place, backend):
 
 
 def test_the_routers_learn_something():
-    """What the comparison of the routers' weights is worth."""
+    """Training changes the routers' weights, so comparing them afterwards proves something."""
     for options in ROUTERS:
         rng = np.random.default_rng(17)
         first = ordinary(rng, (H, E))

@@ -125,7 +125,7 @@ def test_weights_whose_sum_is_nearly_nothing_are_divided_by_it(rng, place, backe
 def test_weights_whose_sum_is_subnormal_are_divided_by_it(use_sigmoid, pre_act, rng, place, backend):
     """The weights are those of the rounded scores; with few digits left in these, the gradient is as far off.
 
-    Of a softmax, the bias chooses experts whose scores are nearly nothing.
+    For a softmax, the bias selects experts whose scores are almost zero.
     """
     logits = (rng.standard_normal((63, 9)) / 2 - 94).astype(np.float32)
     bias = np.zeros(9, np.float32)
@@ -144,7 +144,7 @@ def test_weights_whose_sum_is_subnormal_are_divided_by_it(use_sigmoid, pre_act, 
         np.testing.assert_allclose(weights, chosen / chosen.sum(axis=1, keepdims=True), rtol=1e-6)
     d_weights = rng.standard_normal(weights.shape).astype(np.float32)
     backward([calculate_weights(leaf, place, bias, use_sigmoid, pre_act)], [d_weights])
-    # Where scores are nearly nothing both have the derivative of the exponential.
+    # Near a score of zero, sigmoid and softmax both have the derivative of the exponential.
     expected = np.zeros(logits.shape)
     along = weights * (d_weights - (weights * d_weights).sum(axis=1, keepdims=True))
     np.put_along_axis(expected, ids, along, axis=1)

@@ -24,12 +24,12 @@ TOKENS = {0: (0, 3), 1: (1, 1), 63: (7, 9), 1025: (5, 205)}  # as [B, S]
 SIZES = {"T": list(TOKENS), "K, E": [(1, 3), (2, 5), (8, 128)]}
 SIZES_AND_DTYPES = {**SIZES, "dtype": SUM_DTYPES}
 NOTHING = {"T": [0]}
-# How far a product in a dtype, of numbers of size 1, may be off: its rounding, and that of a factor before it.
+# Error bound of a product of numbers of size 1: its own rounding and the rounding of one factor.
 PRECISION = {dtype.name: scale for dtype, scale in zip(SUM_DTYPES, (1e-6, 2e-3, 2e-2), strict=True)}
 
 
 def assert_near(got, expected, dtype, terms=1.0):
-    """Within the precision of a dtype for sums of so many terms."""
+    """Assert that results are within the dtype's precision for sums of ``terms`` terms."""
     assert list(got.shape) == list(expected.shape)
     tolerance = PRECISION[np.dtype(dtype).name]
     actual = to_numpy(got).astype(np.float64)
@@ -163,7 +163,7 @@ def test_products_of_rows_of_any_rank(T, K, E, dtype, transpose, rng, place):
 
 
 class Weighting(NamedTuple):
-    """How weights are given: their shape, and what the call says of them."""
+    """The form of the weights: their shape, and `weights_by` of the call."""
 
     kind: str
     weights_by: str | None = None

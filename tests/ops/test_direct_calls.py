@@ -141,7 +141,8 @@ def test_an_argument_of_another_type_is_refused(direct, problem):
 
 
 def turns_of_another_thread_during(call, attempts=1000):
-    """How often another thread ran Python code during `call`; the first of `attempts` calls that lets it counts.
+    """Number of times that another thread ran Python code during `call`, in the first of `attempts` calls that allows
+    it.
 
     The interpreter never asks a thread to yield, so the other thread runs only if the call releases the lock itself.
     """

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""dispatch: static shapes, padding, and what expert parallelism sends and receives, simulated with all ranks."""
+"""dispatch: static shapes, padding, and the exchange of expert parallelism, simulated with all ranks."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_selected_experts_are_ascending_and_short_ones_marked(rng, place):
 
 
 def exchange(buffers, params):
-    """What an all-to-all with uneven parts does, from the parameters of the senders."""
+    """All-to-all with uneven parts, from the parameters of the senders."""
     rows = [int(recv.sum()) + 2 for *_, recv in params]  # a little more room than is needed
     received = [np.full((count, buffers[0].shape[1]), np.nan, np.float32) for count in rows]
     for buffer, (input_offsets, send_sizes, output_offsets, _) in zip(buffers, params, strict=True):

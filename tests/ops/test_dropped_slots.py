@@ -88,7 +88,7 @@ def dropped_by(layer, x):
 
 
 def summed(count):
-    """What programs do with a count: a sum, a branch, a number."""
+    """Typical uses of a count: a sum, a branch, a number."""
     total = 0 + count
     if count > 0:
         total = total + 100

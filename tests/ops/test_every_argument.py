@@ -109,7 +109,7 @@ def test_sizes_that_contradict_the_other_arguments_are_refused(call, argument, p
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_every_tensor_is_compared_with_the_device_of_the_others(call, place, monkeypatch):
-    """By the tensor, not by the name: functions inside have names of their own."""
+    """The comparison is by tensor, since inner functions have other names for it."""
     seen, same_place = [], _checks.same_place
 
     def record(function, **tensors):

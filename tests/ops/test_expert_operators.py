@@ -38,7 +38,7 @@ def operators(place):
 
 
 def operands_of(layer: Layer, place, leaves: dict[str, Any]) -> tuple[list[Any], Any]:
-    """What the operators take: the operands, weights of one where the layer has none, and the plan."""
+    """Arguments of the operators: the operands, weights of one if the layer has none, and the plan."""
     plan = plan_tensors(layer.plan, place)
     weights = leaves.get("probs", paddle.ones_like(plan.row_to_token, dtype="float32"))
     return [leaves["x"], leaves["gate_up"], leaves["down"], weights], plan
@@ -83,7 +83,7 @@ def test_a_layer_of_any_routing(shape, buffer_size, dtype, keeps, rng, place):
 
 
 def assert_same_bits_in_each_pass(layer, place, **options):
-    """Of a second call, and of two backward passes, whose gradients are added up."""
+    """Assert equal bits from a second call, and doubled gradients from two backward passes."""
     once, again, twice = (of_operator(layer, place, passes=passes, **options) for passes in (1, 1, 2))
     for name, made in once.items():
         assert_bits_equal(again[name], made, what=name)
@@ -92,7 +92,7 @@ def assert_same_bits_in_each_pass(layer, place, **options):
 
 
 def assert_same_bits_alone(layer, place, wanted, **options):
-    """Of a gradient that nothing else is made with."""
+    """Assert that a gradient computed alone has the bits of one computed with the others."""
     alone, together = of_operator(layer, place, wanted=(wanted,), **options), of_operator(layer, place, **options)
     assert alone.keys() == {"out", wanted}
     for name, made in alone.items():

@@ -27,26 +27,26 @@ BF16 = ml_dtypes.bfloat16
 
 
 def arguments_of(layer, leaves, place="cpu"):
-    """Of `moe_mlp`, and its options."""
+    """Arguments of `moe_mlp`, and its options."""
     operands = leaves["x"], plan_tensors(layer.plan, place), leaves.get("probs"), leaves["gate_up"], leaves["down"]
     order = {"by row": "row", "flat by slot": "slot"}.get(layer.form)
     return operands, {"transpose": layer.transpose, "weights_by": order}
 
 
 def said_of(operands, **options):
-    """The lines on the layer, by what stands before the colon."""
+    """The lines on the layer, by the text before the colon."""
     lines = explain("moe_mlp", *operands, **options).split("\ngrouped_gemm: ")[0].splitlines()
     return dict(line.split(": ", 1) for line in lines)
 
 
 def launches_in(line):
-    """How often each kernel is launched."""
+    """Number of launches of each kernel."""
     names = (name.partition(" x ") for name in line.replace(" of the library", "").split(", "))
     return {name: int(times or 1) for name, _, times in names}
 
 
 def assert_launches_are_said(device, layer, **options):
-    """Of both passes of a call that has been made once, so that what is kept between calls is there."""
+    """Assert the launches of both passes of a second call, after the first one filled the caches."""
     leaves = layer.leaves("cpu")
     operands, own = arguments_of(layer, leaves)
     options |= own

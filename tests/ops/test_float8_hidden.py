@@ -32,7 +32,7 @@ def backend_of(name):
 
 
 def bytes_of(layer, codes_and_scales):
-    """What a backward pass needs: tokens, matrices, weights by row and the first product."""
+    """Bytes that a backward pass needs: tokens, matrices, weights by row and the first product."""
     given = sum(layer.arrays[name].nbytes for name in ("x", "gate_up", "down"))
     return given + 4 * layer.plan.num_rows + codes_and_scales
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""moe_mlp on float8 operands: with gradients on every backend, and what it refuses."""
+"""moe_mlp on float8 operands: outputs and gradients on every backend, and its errors."""
 
 from __future__ import annotations
 

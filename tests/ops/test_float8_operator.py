@@ -97,7 +97,7 @@ def test_gradients_have_the_bits_of_the_composition(rng, place):
 @pytest.mark.parametrize("keeps", KEEPS.values(), ids=KEEPS)
 @BY_LAYOUT
 def test_on_hopper_it_has_the_bits_of_the_launches_in_dygraph(transpose, keeps, rng, place):
-    """Of the same kernels, from the same tables; gradients of matrices and of weights are added up otherwise."""
+    """Kernels and tables are the same; only the gradients of matrices and weights are summed in another order."""
     layer = Float8Layer(rng, MANY_ROWS, BF16, transpose=transpose, form="by row", sizes=(160, 256))
     with use_backend("triton"):
         due = layer.run(place, keep="h" if keeps else "x")

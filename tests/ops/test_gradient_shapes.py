@@ -26,7 +26,7 @@ pytestmark = pytest.mark.compiled_only
 
 Change = Callable[[list[int]], list[int]]
 
-# What a shape of a gradient may become.
+# Changes of a gradient's shape.
 SHAPES: dict[str, Change] = {
     "a row more": lambda shape: [shape[0] + 1, *shape[1:]],
     "a row less": lambda shape: [shape[0] - 1, *shape[1:]],
@@ -194,7 +194,7 @@ def test_the_operator_that_is_a_gradient_looks_at_shape_and_dtype(dtype, weighte
             weighted_backward(rows, probs, *maps, d_out.astype(other), False, False)
 
 
-# Which output's gradient is wrong, and what the message calls it.
+# The output whose gradient is wrong, and its name in the message.
 IN_GRAPHS = [
     (MOE_PERMUTE[0], 0, "moe_permute: the gradient of hidden_states_unzipped"),
     (MOE_PERMUTE[0], 2, "moe_permute: the gradient of token_prob_unzipped"),

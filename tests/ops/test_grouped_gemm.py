@@ -61,7 +61,7 @@ BY_GROUPS = pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys()
 
 
 def live_rows(groups: Groups) -> np.ndarray:
-    """Which rows belong to a group."""
+    """Mask of the rows that belong to a group."""
     starts = groups.offsets or np.cumsum([0, *groups.sizes])
     live = np.zeros(groups.num_rows, np.bool_)
     for start, size in zip(starts, groups.sizes, strict=False):
@@ -73,7 +73,7 @@ def assert_follows_the_oracle(rng, groups, inner, outer, dtype: DTypeLike, trans
     x = ordinary(rng, (groups.num_rows, inner), dtype)
     w = ordinary(rng, (len(groups.sizes), outer, inner) if transpose else (len(groups.sizes), inner, outer), dtype)
     dy = ordinary(rng, (groups.num_rows, outer), dtype)
-    # What is in no group must not even be read.
+    # Rows of no group must not even be read.
     live = live_rows(groups)[:, None]
     x, dy = np.where(live, x, np.nan).astype(dtype), np.where(live, dy, np.nan).astype(dtype)
     x_tensor, w_tensor = tensor(x, place, gradient=True), tensor(w, place, gradient=True)
@@ -272,7 +272,7 @@ def test_a_graph_with_a_list_of_sizes_at_offsets_of_a_tensor(rows, rng, place):
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_mixed_precision_in_a_static_graph_leaves_products_on_a_cpu_alone(level, rng, place):
-    """Paddle has no kernel there for what mixed precision would make of a matmul."""
+    """Paddle has no CPU kernel for a matmul in the dtypes of mixed precision."""
     x, w = ordinary(rng, (5, 7)), ordinary(rng, (2, 3, 7))
     expected, magnitude = (
         grouped_gemm(*(tensor(each, place) for each in arrays), [2, 3]).numpy()

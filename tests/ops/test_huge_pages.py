@@ -28,7 +28,7 @@ SYSTEM_SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def advised(tensor: paddle.Tensor) -> bool:
-    """Whether the middle of a tensor's memory is marked for huge pages."""
+    """Return whether the middle of a tensor's memory is marked for huge pages."""
     middle = tensor.data_ptr() + tensor.size * 2
     flags = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags:([^\n]*)$", re.MULTILINE | re.DOTALL)
     for begin, end, marks in flags.findall(Path("/proc/self/smaps").read_text(encoding="utf-8")):
@@ -96,7 +96,7 @@ def test_the_gradient_of_stacked_matrices_asks_for_huge_pages(place):
     assert (w.grad == 1).all()
 
 
-# Below and above what the C library keeps, a whole huge page, and what one thread writes; odd, so pages are cut off.
+# Sizes around the blocks that malloc keeps, a huge page and one thread's share; odd sizes end within a page.
 @pytest.mark.parametrize("tokens", [15, 17, 129, 255, 257, 385, 511, 513])
 def test_outputs_of_every_size_equal_the_oracle(rng, place, tokens):
     x = rng.standard_normal((tokens, H - 1)).astype(np.float32)

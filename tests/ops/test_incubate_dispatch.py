@@ -155,7 +155,7 @@ def test_combine(dtype, index_dtype, rng, place, backend):
     x, weights, index, dropped = combine_problem(rng, dtype)
     d_out = ordinary(rng, (T, H), dtype)
     x_tensor, weights_tensor = tensor(x, place, gradient=True), tensor(weights, place, gradient=True)
-    # As clients have it: a transposed view of what the dispatch gave.
+    # A transposed view of the dispatch's output, as clients pass it.
     by_token = tensor(index.T.copy(), place).transpose([1, 0]).astype(index_dtype)
     out = F.moe_combine(x_tensor, weights_tensor, by_token)
     assert_sums(out, oracle.combine_rows(x, weights, index), oracle.combine_rows(abs(x), abs(weights), index), K, "sum")

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What surrounds ERNIE's dispatch in paddle.incubate.nn.functional, and batched_gemm, patched, against the oracle."""
+"""Patched routing functions of paddle.incubate.nn.functional, and batched_gemm, against the oracle."""
 
 from __future__ import annotations
 

@@ -24,13 +24,13 @@ SHAPE = Shape(800, 72, 4, 2, 16, "hundreds of rows for each expert, and padding 
 
 @pytest.fixture(params=[hopper_product.TILE_ROWS, hopper_product.TURNED_ROWS])
 def tile_rows(request):
-    """Of the kernel that makes plain products."""
+    """Tile rows of the kernel for plain products."""
     return request.param
 
 
 @pytest.fixture
 def launches(monkeypatch, place, tile_rows):
-    """How many launches of the library's product Python made; it takes layers of any size, and repeats no call."""
+    """Launches of library kernels by Python, which uses them for layers of any size and repeats recordings itself."""
     seen = []
     run = LibraryKernel.run
 

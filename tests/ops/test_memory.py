@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept alive between forward and backward, by Paddle's own count of allocated bytes."""
+"""Memory that stays allocated between forward and backward, by Paddle's own count of bytes."""
 
 from __future__ import annotations
 

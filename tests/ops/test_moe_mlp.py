@@ -37,7 +37,7 @@ AXES = {
 
 
 class Layer:
-    """Operands of a layer over a problem's routing, and what the oracle makes of them."""
+    """Operands of a layer over a problem's routing, and the oracle's results for them."""
 
     def __init__(self, rng, shape, dtype=np.float32, *, transpose=False, form="by slot", sizes=(D, N), **options):
         self.problem, self.transpose, self.form = make_problem(rng, shape), transpose, form
@@ -69,7 +69,7 @@ class Layer:
         return {"out": out, **{name: leaf.grad for name, leaf in leaves.items()}}
 
     def due(self):
-        """In float64."""
+        """Expected outputs and gradients, in float64."""
         wide = {name: array.astype(np.float64) for name, array in self.arrays.items()}
         weights = None if self.form == "none" else self.plan.row_probs
         arguments = wide["x"], self.plan, wide["gate_up"], wide["down"], weights
@@ -144,7 +144,7 @@ def test_weights_by_slot_take_one_more_launch_forward_and_none_backward(interpre
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("wanted", ["x", "gate_up", "down", "probs"])
 def test_one_gradient_alone_by_interpreted_kernels(interpreted, wanted, rng):
-    """Of the probabilities, too, where no launch moves rows that could add them up."""
+    """The gradient of the probabilities alone has a launch of its own: no launch permutes rows, which would sum it."""
     layer = Layer(rng, SMALL, np.float16, sizes=(16, 8))
     with use_backend("triton"):
         expected, leaves = layer.run("cpu"), layer.leaves("cpu")
@@ -287,7 +287,7 @@ def test_nothing_is_kept_where_no_one_wants_a_gradient(rng, place, monkeypatch):
 
 
 def start_of(kind, leaf):
-    """An existing gradient of one kind, and what is to be added to."""
+    """Set the existing gradient of a leaf, of one kind."""
     if kind == "main_grad of None":
         leaf.main_grad = None
     elif kind == "grad":
@@ -331,7 +331,7 @@ def test_gradients_of_matrices_are_added_to_what_is_there(kind, name, rng, place
 
 @pytest.mark.cpu_only
 def test_accumulation_neither_copies_matrices_nor_joins_their_gradients(rng, place):
-    """Of each matrix a gradient is made, nothing else of that size."""
+    """The gradient of each matrix is the only allocation of its size."""
     core = paddle.base.core
     experts, hidden, inner = 32, 64, 128
     gate_up, down = (

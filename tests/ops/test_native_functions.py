@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the package asks of tensors in every call: the compiled library's answers, and Python's without it."""
+"""Tensor facts that every call needs: from the compiled library, and from Python without it."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def gpu(place):
 
 
 def in_python(gpu, monkeypatch, run):
-    """What a function gives where Python repeats calls."""
+    """Results of a function with Python repeating recorded calls."""
     with monkeypatch.context() as patch:
         patch.setattr(gpu, "native", None)
         run()

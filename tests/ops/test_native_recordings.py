@@ -363,7 +363,7 @@ PECULIARITIES = {
 
 
 def in_the_library(card, metadata=(4, 1, SHARED)):
-    """Whether the library repeats a launch."""
+    """Return whether the library repeats a launch."""
     compiled = card.compiled("kernel", ("i32",), (), 4)
     compiled.packed_metadata = metadata
     launch = SimpleNamespace(compiled=compiled, types=("i32",), programs=1, arguments=[1], places=[])

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The whole layer against a dense formulation, for each of its arguments, and what a forward pass leaves."""
+"""The whole layer against a dense formulation, for each of its arguments, and the state after a forward pass."""
 
 from __future__ import annotations
 

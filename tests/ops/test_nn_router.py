@@ -232,7 +232,7 @@ class TestCorrectionBias:
     @pytest.mark.parametrize("form", ["tensor", "array"])
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     def test_loads_from_a_checkpoint_of_a_narrow_bias(self, dtype, form, tmp_path):
-        """As routers that were cast used to save it."""
+        """Earlier versions saved the bias of a cast router in the narrow dtype."""
         model = paddle.nn.Sequential(TopKRouter(H, 4, 2)).to(dtype=dtype)
         old = {"0.weight": model[0].weight + 0, "0.correction_bias": paddle.to_tensor([0.5, -2, 0, 1]).astype(dtype)}
         paddle.save(old, str(tmp_path / "old"))

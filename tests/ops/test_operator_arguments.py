@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiled operators refuse when they are called without the checks that Python makes before them.
+"""Errors of the compiled operators themselves, called without the checks in Python.
 
 Every requirement of csrc/paddle is broken once, in each operator that states it. Requirements of gradients are in
 test_gradient_shapes.py; that all tensors are on one device is tested where there are two.
@@ -137,7 +137,7 @@ ELSEWHERE = {"all tensors must be on one device", ": every tensor must be ", NO_
 
 
 def requirements(files: str = "*.cc") -> dict[str, str]:
-    """Every requirement of some sources by a part of what it says, with the line that states it."""
+    """Every requirement in the sources: a part of its message, with the line that states it."""
     found = {}
     for source in SOURCES.glob(files):
         # binding.cc and direct.cc have the functions; ranks_op.cc has a test of its own

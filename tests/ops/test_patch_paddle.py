@@ -36,7 +36,7 @@ def closure_over(variable):
 
 
 def is_patched() -> bool:
-    """Whether both functions run on this package; one of them alone never does."""
+    """Return whether both functions run on this package; one of them alone never does."""
     permute_is, unpermute_is = (
         function.__code__ is not code
         for function, code in zip((imported_before, unpermute_imported_before), ORIGINAL_CODE, strict=True)

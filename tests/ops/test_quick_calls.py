@@ -31,7 +31,7 @@ def problem(rng, place):
 
 @pytest.fixture
 def answers(monkeypatch):
-    """What the quick calls gave."""
+    """Return values of the quick calls."""
     given_back = []
 
     def recorded(function):
@@ -234,7 +234,7 @@ def test_moe_unpermute_gives_the_bits_of_the_long_way(moe, answers, long_way, sh
 
 
 def test_ids_that_seem_to_want_a_gradient_get_none_and_take_none_away(moe, answers):
-    """Those of `paddle.topk` do; see the scenarios of trained routers."""
+    """Ids of `paddle.topk` have stop_gradient=False; see the scenarios of trained routers."""
     x, ids, probs, _ = moe
     ids.stop_gradient = False
     rows, rowmap, _, _ = moe_permute(x, None, ids, probs, ODD.E, None, ODD.A)

@@ -210,7 +210,7 @@ def test_ranks_in_other_calls_mark_the_state_and_probabilities_are_nan(place):
 
 
 def is_shared(address: int) -> bool:
-    """Whether the system shows memory there that ranks can share. It shows none of a GPU's."""
+    """Return whether the address is in shared memory of the host; for memory of a GPU it is not."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(each, 16) for each in line.split()[0].split("-"))
         if begin <= address < end:

@@ -379,7 +379,7 @@ def test_a_whole_layer_in_sixteen_bits(dtype, rng, place):
 
 @pytest.mark.compiled_only
 def test_hessian(place):
-    """Of a weighted sum in its probabilities, by Paddle's own Hessian."""
+    """Hessian of a weighted sum in its probabilities, by Paddle's own function."""
     case = make_cases(place)["unpermute-by-slot"]
     rows = tensor(case.inputs[0], place)
     hessians = []

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Fleet's sharding optimizer keeps the experts of a rank apart from what all ranks share, by its own grouping."""
+"""Fleet's sharding optimizer groups the experts of a rank apart from the replicated parameters."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that are not contiguous or not aligned give what their contiguous copies give."""
+"""Tensors that are not contiguous or not aligned have the results of their contiguous copies."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Threads and processes: the size of the pool and what sets it, forked workers, several Python threads at once."""
+"""Threads and processes: the size of the pool and its settings, forked workers, several Python threads at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.packaging.subprocesses import VARIABLES
 pytestmark = pytest.mark.cpu_only
 
 T, H, E, K, A = 2000, 256, 16, 4, 8  # 8 MB of rows
-TIMEOUT = 600  # for what hangs
+TIMEOUT = 600  # seconds, ends a hang
 
 
 def digest(seed: int) -> str:
@@ -70,7 +70,7 @@ def report() -> dict[str, Any]:
 
 
 def in_new_process(call: str, env: Mapping[str, str]) -> Any:
-    """What a function of this module returns in a process of its own; hangs are cut short."""
+    """The result of a function of this module in a process of its own; hangs are cut short."""
     inherited = {
         name: value
         for name, value in os.environ.items()

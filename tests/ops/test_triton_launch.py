@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where a launch goes and which driver is active meanwhile, without a GPU: CUDA and the compiled code are stand-ins."""
+"""Device, stream and active driver of a launch, without a GPU: CUDA and the compiled code are stand-ins."""
 
 from __future__ import annotations
 

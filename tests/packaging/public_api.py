@@ -64,7 +64,7 @@ def _lines(name: str, value: object) -> Iterator[str]:
 
 
 def _members(value: type) -> set[str]:
-    """What our own code adds to a class: not what it has of Paddle or of Python."""
+    """Members that the package's own code adds to a class."""
     own = [base for base in value.__mro__ if base.__module__.split(".")[0] == paddle_moe_ops.__name__]
     names = {name for base in own for name in vars(base)}
     names |= {each.name for each in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What fresh environments showed is kept, and docs/compatibility.md shows it."""
+"""Results in fresh environments are recorded, and docs/compatibility.md shows them."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def change_first_gradient(parameter, change):
 
 
 def further_from_zero(parts):
-    """The largest element of a gradient is off by so many parts of the tolerance of the dense check."""
+    """Return a change that moves a gradient's largest element by ``parts`` tolerances of the dense check."""
 
     def change(gradient):
         largest = gradient.abs() == gradient.abs().max()
@@ -335,7 +335,7 @@ def test_one_check_that_fails_ends_the_run_with_status_one(failing, demo, capsys
     assert (text.count("PASSED"), text.count("FAILED")) == (3, 1)
 
 
-# What the demo shows first.
+# The demo's first section.
 
 
 def test_a_pair_is_said_to_run_by_the_gradients_that_arrive():

@@ -63,7 +63,7 @@ def test_no_code_is_written_in_a_way_that_no_test_runs():
 
 
 def test_the_files_that_contributing_names_exist():
-    """By the end of their paths: in a table the folder is often that of the name before."""
+    """Compared by the end of their paths: in a table, the folder is often the one of the name before."""
     section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Adding an operator")[2]
     named = set(re.findall(r"`([\w/]+\.(?:py|cc|h|cu))`", section.partition("\n## ")[0]))
     files = {f"/{path.relative_to(ROOT).as_posix()}" for folder in SOURCES for path in (ROOT / folder).rglob("*.*")}

@@ -60,7 +60,7 @@ def test_a_language_model_goes_on_from_its_checkpoint_with_the_same_bits(tmp_pat
 
 
 def over_processes(count: int, tmp_path: Path, *arguments: str) -> list[str]:
-    """What the example of expert parallelism prints."""
+    """Output of the expert-parallelism example."""
     launch = ["-m", "paddle.distributed.launch", "--nproc_per_node", str(count), "--log_dir", str(tmp_path)]
     if count == 1:
         launch = []

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/migrating.md calls the same as in TransformerEngine is the same."""
+"""Functions that docs/migrating.md calls the same as in TransformerEngine are the same."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ TORCH, JAX = MODULES
 SIZES_OF_MAP = {"num_tokens": T, "num_experts": E, "hidden_size": H}
 EXCHANGE = {"all_shards_tokens_per_expert": RANKS, "shard_id": np.array(1, np.int32), "num_expert_shards": 2}
 SENDS = np.array([[1, 3], [3, 2]], np.int32)
-# The arguments by name, and what TransformerEngine documents for them, None where it gives None.
+# The arguments by name, and the results that TransformerEngine documents, None if it returns None.
 CALLS: dict[str, tuple[dict[str, Any], Callable[[], list[Any]]]] = {
     f"{TORCH}.moe_permute": (
         {"inp": X, "routing_map": MASK, "num_out_tokens": N, "max_token_num": -1, "map_type": "mask"},

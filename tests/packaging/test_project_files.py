@@ -52,7 +52,7 @@ def test_citation_names_this_version():
 
 
 def test_the_source_distribution_has_every_file_of_the_repository():
-    """What setuptools adds to MANIFEST.in: the package's Python files, LICENSE, README.md, pyproject.toml, setup.py."""
+    """Setuptools itself adds the package's Python files, LICENSE, README.md, pyproject.toml and setup.py."""
     command = ["git", "ls-files"]
     files = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
     assert len(files) > 500

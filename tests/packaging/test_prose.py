@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[2] / "paddle_moe_ops"
+ROOT = Path(__file__).resolve().parents[2]
 
-# Sentences of each folder that begin with one of `OPENINGS`; "." stands for the package's own modules. Lower an entry
+# Number of sentences in a folder that may begin with one of `OPENINGS`; all other folders have none. Lower an entry
 # when its folder improves, and remove it at 0. Never raise one: reword the sentence.
-ALLOWED = {".": 1, "triton": 17}
+ALLOWED = {"tests": 3}
+FOLDERS = ("benchmarks", "examples", "paddle_moe_ops", "tests", "tools")
 
 OPENINGS = ("Of", "That of", "Those of", "By", "What", "Where", "Which", "How", "Whether", "Who")
 OPENING = re.compile(rf"(?:{'|'.join(OPENINGS)})\b")
@@ -54,13 +55,12 @@ def flagged(source: str) -> list[str]:
 
 
 def by_folder() -> dict[str, list[str]]:
-    """The flagged sentences of the package, each with its file, by top-level folder."""
+    """The flagged sentences of each top-level folder, each with its file."""
     found: dict[str, list[str]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = path.relative_to(PACKAGE)
-        folder = name.parts[0] if len(name.parts) > 1 else "."
+    for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
+        name = path.relative_to(ROOT)
         sentences = [f"{name.as_posix()}: {each}" for each in flagged(path.read_text(encoding="utf-8"))]
-        found.setdefault(folder, []).extend(sentences)
+        found.setdefault(name.parts[0], []).extend(sentences)
     return found
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the README says is true."""
+"""The README's statements and programs hold."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CODE = runpy.run_path(FRESH)["programs"]()
 
 @pytest.fixture
 def run_code(tmp_path):
-    """What a program prints that runs outside of the checkout's root."""
+    """A function that runs a program outside of the checkout and returns its output lines."""
 
     def run(code: str) -> list[str]:
         done = subprocess.run(

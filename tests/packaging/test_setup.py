@@ -24,7 +24,7 @@ def no_variables(monkeypatch):
 
 
 def run_setup(monkeypatch):
-    """The names defined in setup.py, and what it would have handed to Paddle's setup."""
+    """The names defined in setup.py, and the arguments that it passes to Paddle's setup."""
     handed = {}
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(cpp_extension, "setup", lambda **arguments: handed.update(arguments))

@@ -36,7 +36,7 @@ def write(folder: Path, name: str, body: str, times: int) -> None:
 
 
 def test_a_test_that_kills_its_process_ends_the_run(tmp_path):
-    """By then the worker has done many files, which a new worker would leave the others waiting for."""
+    """The worker dies after many files; the others would wait for these if xdist started a new worker."""
     for number in range(40):
         write(tmp_path, f"passes_{number:02}", "time.sleep(0.01)", 40 - number // 2)
     write(tmp_path, "dies", "os.abort() if number == 2 else None", 27)

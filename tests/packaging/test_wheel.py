@@ -77,7 +77,7 @@ def unpacked(source_distribution, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(unpacked):
-    """A wheel made from the source distribution, and what the build said."""
+    """A wheel built from the source distribution, and the output of the build."""
     done = succeed("-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps", "-w", "dist", ".", cwd=unpacked)
     (path,) = (unpacked / "dist").iterdir()
     return path, done.stdout + done.stderr

@@ -63,7 +63,7 @@ def numbers(array: ArrayLike) -> list:
 
 
 class Routing(NamedTuple):
-    """What the loops of :func:`route` find, in lists; named after the fields of Plan."""
+    """Results of the loops of :func:`route`, in lists named after the fields of Plan."""
 
     slot_to_row: list[list[int]]
     token_rows: list[list[int]]

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the oracle draw and how they compare."""
+"""Random inputs and comparisons for tests of the oracle."""
 
 from __future__ import annotations
 

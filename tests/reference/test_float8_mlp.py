@@ -90,7 +90,7 @@ def near_matrix(w: NDArray) -> NDArray:
 
 
 def swiglu(hidden: NDArray) -> tuple[NDArray, NDArray, NDArray, NDArray]:
-    """The row in the dtype of what it is made of; and the gate, its sigmoid and what it gates, in float64."""
+    """SwiGLU of a row in the row's dtype; and gate, sigmoid of the gate, and up, in float64."""
     gate, up = np.split(hidden.astype(np.float64), 2)
     share = 1 / (1 + np.exp(-gate))
     return (gate * share * up).astype(np.float32).astype(hidden.dtype), gate, share, up

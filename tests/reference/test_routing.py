@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""route and route_backward: against loops, by hand, and by what every plan must satisfy."""
+"""route and route_backward: against loops, against cases by hand, and by invariants of every plan."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_maps_are_inverse_and_ordered(case: Case) -> None:
     live = np.flatnonzero(plan.row_to_slot >= 0)
     assert len(live) == len(rows) == plan.tokens_per_expert.sum()
     np.testing.assert_array_equal(plan.row_to_token[live], plan.row_to_slot[live] // plan.topk)
-    # By row, experts ascend; inside an expert the flat slot does, which is what a stable sort gives.
+    # Experts ascend by row, and flat slots within an expert, as in a stable sort.
     keys = plan.row_to_expert[live].astype(np.int64) * (plan.num_tokens * plan.topk + 1) + plan.row_to_slot[live]
     assert (np.diff(keys) > 0).all()
     for expert in range(plan.num_experts):

@@ -26,7 +26,7 @@ def data() -> tuple[NDArray, NDArray]:
 
 
 def gradients(net: paddle.nn.Layer, part: slice) -> dict[str, NDArray]:
-    """Of the sum of losses over a part of the data."""
+    """Gradients of the sum of losses over a part of the data."""
     points, labels = data()
     x = paddle.to_tensor(points[part])
     x.stop_gradient = False  # without tokens, Paddle's matmul has a gradient of its weight only beside one of its input

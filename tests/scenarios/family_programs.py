@@ -46,7 +46,7 @@ ROOM = T * E
 
 
 def rows_of_mask(mask: Tensor, experts: Tensor, rows: Tensor, alignment: int = 1) -> Tensor:
-    """What the experts make of rows in expert order."""
+    """Expert outputs for rows in expert order."""
     return expert_rows(rows, experts, experts_of_rows(rows, padded(sizes_of_mask(mask), alignment)))
 
 
@@ -75,7 +75,7 @@ def dense_by_maps(h, gates, experts, **_):
 
 
 def gradients_by_hand(h, gates, mask, experts, **_):
-    """What the backward function returns is a constant, whatever its arguments."""
+    """Results of the backward function are constants for autograd, whatever its arguments."""
     row_id_map, count = masked.make_row_id_map(mask)
     rows = masked.permute_with_mask_map(h, row_id_map, count)
     d_rows, d_probs = masked.unpermute_with_mask_map_bwd_with_merging_probs(h, row_id_map, rows, gates)
@@ -223,7 +223,7 @@ def experts_of_a_mask(h, gates, mask, experts, **_):
 
 
 def dense_experts_of_a_mask(h, gates, mask, experts, **_):
-    """Of more than K experts the highest are left."""
+    """If a token has more than K experts, those of the highest ids are kept."""
     from_the_last = paddle.cumsum(mask.astype("int32").flip(1), axis=1).flip(1)
     return dense_by_expert(h, experts, paddle.where(from_the_last <= K, gates, paddle.zeros_like(gates)))
 

@@ -4,7 +4,7 @@
 
 A program moves rows with functions of the package and returns tokens; its dense form computes the same without moving
 a row. Router and program share the layer before them, so a gradient that is lost on one path makes those of
-everything upstream wrong. Both take what they need of
+everything upstream wrong. The inputs of both are among
 
     h: tokens [T, H] after the layer.
     logits: [T, E], and scores: their softmax.
@@ -107,7 +107,7 @@ def model(form: Form, source: Source = cast) -> Callable[..., Any]:
 
 
 def expert_rows(rows: Tensor, experts: Tensor, expert_of_row: Tensor) -> Tensor:
-    """What the experts make of rows: each scales the columns by its own weights."""
+    """Expert outputs: each expert scales the columns by its own weights."""
     weights = F.embedding(paddle.clip(expert_of_row, 0, E - 1), experts)
     return paddle.tanh(rows * weights)
 
@@ -152,7 +152,7 @@ def padded(sizes: Tensor, alignment: int) -> Tensor:
 
 
 def dense_by_slot(h: Tensor, ids: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """The sum over slots of what their experts make of the token, with weights [T, K]; -1 names no expert."""
+    """The sum over slots of expert outputs for the token, with weights [T, K]; id -1 is no expert."""
     weights = paddle.where(ids >= 0, weights, paddle.zeros_like(weights))
     rows = expert_rows(h.unsqueeze(1), experts, ids)
     return (weights.unsqueeze(-1) * rows).sum(1)

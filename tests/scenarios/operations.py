@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Single calls of the functions with gradients, and the names of what they read."""
+"""Single calls of the functions with gradients, and the names of their inputs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Inputs = dict[str, Any]
 def make_inputs(
     place: Any, *, graphs: bool = False, tokens: int = T, routed: bool = True
 ) -> tuple[Inputs, dict[str, Tensor]]:
-    """Everything that the operations read, and the leaves of what has a gradient.
+    """All inputs of the operations, and the leaves that get gradients.
 
     Numbers have few bits: sums of their products, in Paddle's own matmul too, are exact in any order.
 
@@ -108,7 +108,7 @@ def loss_of(outputs: tuple[Tensor, ...]) -> Tensor:
 
 
 class Operation(NamedTuple):
-    """A function of the inputs that gives tensors with gradients, and what it reads."""
+    """A function that returns tensors with gradients, and the names of the inputs it reads."""
 
     name: str
     call: Callable[[Inputs], tuple[Tensor, ...]]

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Layers whose gradients are added in place: what their graphs, and what holds the gradients, may go through."""
+"""Layers whose gradients are accumulated in place, and changes of their graphs and gradient buffers."""
 
 from __future__ import annotations
 

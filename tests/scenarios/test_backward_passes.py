@@ -57,7 +57,7 @@ def test_what_a_hook_returns_goes_on(operation, place, backend):
 def right_or_refused(text):
     """Either the block runs, and its assertions hold, or it raises an error with a text like this.
 
-    What Python raises in a backward pass arrives as an OSError that contains the text.
+    An error of Python in a backward pass arrives as an OSError that contains the text.
     """
     try:
         yield

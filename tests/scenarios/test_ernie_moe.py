@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An MoE block of ERNIE 4.5, written on paddle.incubate as its users write it, with patch_paddle on any device.
 
-What it computes, its gradients and its training are those of a dense formulation, in which every expert sees every
-token.
+Outputs, gradients and training equal those of a dense formulation, in which every expert sees every token.
 """
 
 from __future__ import annotations
@@ -215,7 +214,7 @@ CAPACITIES = {T: "no slot is dropped", 11: "slots are dropped"}
 
 
 def problem(rng, place):
-    """Tokens, and what the layer should make of them."""
+    """Tokens, and target outputs of the layer."""
     x = rng.standard_normal((T, H)).astype(np.float32)
     return tensor(x, place), tensor(np.tanh(x[:, ::-1]).copy(), place)
 

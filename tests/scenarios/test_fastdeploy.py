@@ -30,7 +30,7 @@ def patched() -> Iterator[None]:
 
 
 class Received:
-    """What a rank has after the dispatch: some tokens have one expert here, one has none, one expert has no token."""
+    """A rank's tokens after the dispatch: some have one expert here, one has none, one expert has no token."""
 
     def __init__(self, rng, place) -> None:
         ids = np.argsort(rng.random((T, E - 1)), axis=1)[:, :K].astype(np.int32)

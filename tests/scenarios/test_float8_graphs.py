@@ -262,7 +262,7 @@ def test_kept_matrices_serve_dygraph_and_not_programs():
 
 
 def test_matrices_that_a_whole_model_keeps_are_no_matter_for_a_program():
-    """As blocks of PaddleFormers pass them on."""
+    """The caller passes them on as an argument, as blocks of PaddleFormers do."""
     kept, model = Float8Matrices(), Model("float32")
     make_default(kept)
 

@@ -207,7 +207,7 @@ def test_what_a_layer_keeps_can_be_freed():
 
 
 def test_a_model_whose_blocks_pass_no_argument_on_keeps_matrices_for_a_step():
-    """As in a sequence of layers."""
+    """Blocks in a `Sequential` pass only their output on."""
     layers = [MoELayer(H, INNER, E, K, compute=FLOAT8) for _ in range(2)]
     model, twin = paddle.nn.Sequential(*layers, paddle.nn.Linear(H, H)), None
     twin = copy.deepcopy(model)

@@ -39,7 +39,7 @@ COUNTS = [3, 4, 3, 1, 1]
 
 @pytest.fixture
 def given(place):
-    """What a user has at hand after a forward pass."""
+    """A user's tensors after a forward pass."""
     ids = paddle.to_tensor(IDS, dtype="int32", place=place)
     x, probs = paddle.ones([T, H]), paddle.full([T, K], 0.5)
     rows, rowmap, row_probs, _ = moe_permute(x, None, ids, probs, E, None, 1)

@@ -113,7 +113,7 @@ def with_main_grads(layer):
 
 
 def gradients_of(layer):
-    """By name; of the experts wherever they are."""
+    """Gradients by name, in `main_grad` or `grad`."""
     return {
         name: (parameter.main_grad if getattr(parameter, "main_grad", None) is not None else parameter.grad).numpy()
         for name, parameter in layer.named_parameters()

@@ -33,7 +33,7 @@ def free_ports(count: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory):
-    """What two processes of data_parallel.py report."""
+    """Reports of two processes of data_parallel.py."""
     folder, ports = tmp_path_factory.mktemp("data_parallel"), free_ports(2)
     outs = [folder / f"{rank}.npz" for rank in range(2)]
     command = [sys.executable, "-m", "tests.scenarios.data_parallel"]

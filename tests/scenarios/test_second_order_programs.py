@@ -20,7 +20,7 @@ LINEAR = (
 
 
 def first_gradients(operation, inputs, *, create_graph):
-    """Of a loss that is quadratic in the outputs."""
+    """First gradients of a loss that is quadratic in the outputs."""
     outputs = [output * output for output in operation.call(inputs)]
     return paddle.grad([loss_of(outputs)], [inputs[name] for name in operation.floats], create_graph=create_graph)
 

@@ -23,7 +23,7 @@ D, INNER, E, K = 32, 24, 6, 2  # sizes that the kernels for Hopper take
 
 
 class Model(paddle.nn.Layer):
-    """A router and experts, which may be narrower than what goes in and comes out, around a residual connection."""
+    """A router and experts with a residual connection; the experts may be narrower than inputs and outputs."""
 
     def __init__(self, dtype: str) -> None:
         super().__init__()

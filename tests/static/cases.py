@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of the public functions that every way of running Paddle must answer with the same bits.
 
-Where Paddle's matmul is part of the call, sums may differ in the order of their terms. The operator contract takes its
+If a call contains Paddle's matmul, sums may differ in the order of their terms. The operator contract takes its
 examples from here, so a case also puts a new operator under that contract.
 """
 

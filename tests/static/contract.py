@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the contract test asks of every operator. Run as a module, it asks in the form of tests/static/isolation.py."""
+"""The contract test's calls for every operator. Run as a module, it calls in the form of tests/static/isolation.py."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def distinct(examples: list[Example]) -> list[Example]:
 
 
 def questions(name: str, examples: dict[int, list[Example]]) -> dict[str, Calls]:
-    """Every call for one operator, by what it shows."""
+    """Every call for one operator, by the property that it tests."""
     every = [
         (f"example {i} with {tokens} tokens", each) for tokens in TOKENS for i, each in enumerate(examples[tokens])
     ]

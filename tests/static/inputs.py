@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the calls of `cases` are given: makers of inputs from a generator and a number of tokens."""
+"""Inputs of the calls of `cases`: functions of a generator and a number of tokens that return inputs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def token_inputs(
 
 
 def row_inputs(dtype: DTypeLike = np.float32, ids_dtype: DTypeLike = np.int32) -> Callable[..., Inputs]:
-    """What `moe_unpermute` takes, with rows that are not copies of tokens."""
+    """Inputs of `moe_unpermute`, with rows that are not copies of tokens."""
 
     def make(rng: np.random.Generator, tokens: int) -> Inputs:
         ids = half_unassigned(rng, tokens, K, E)

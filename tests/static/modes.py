@@ -26,7 +26,7 @@ MATMUL_CHAIN = 256
 
 
 class Run(NamedTuple):
-    """What a function returned, and the gradients of the inputs that wanted one."""
+    """Outputs of a function, and the gradients of the inputs that require one."""
 
     outputs: list[NDArray]
     gradients: dict[str, NDArray | None]

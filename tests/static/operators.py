@@ -81,7 +81,7 @@ class Example(NamedTuple):
         return self._replace(attributes={"numbers": [*(int(named[each]) for each in NUMBERS), *named["list"]]})
 
     def rows_are_known(self) -> bool:
-        """Whether attributes alone tell how many rows the buffer has."""
+        """Return whether the attributes alone determine the buffer's number of rows."""
         named = self.named()
         return named.get("buffer", 0) >= 0 or bool(named.get("list"))
 

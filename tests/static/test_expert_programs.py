@@ -97,7 +97,7 @@ def test_a_program_takes_matrices_of_any_inner_size(rng, place):
 
 
 def test_a_traced_program_takes_a_plan_of_dygraph(rng, place):
-    """Of a tensor from outside no value can be read while a program is built."""
+    """Values of a tensor from outside cannot be read while a program is built."""
     rows, w, bias = (rng.standard_normal(shape).astype(np.float32) for shape in ((12, 7), (2, 7, 5), (2, 5)))
     plan = route(tensor(np.int32([[0], [1], [1], [0], [1]]), place), num_experts=2, padding_alignment=4, buffer_size=12)
 
@@ -125,7 +125,7 @@ def test_a_program_has_one_operator_for_a_layer_and_none_that_reads_sizes(dtype,
         found = operators_of(function, dtype)
         assert found.count(operator) == found.count(f"{operator}_grad") == count
         assert not {"matmul", "split", "concat", "memcpy_d2h", "unbind"} & {*found}
-        assert found.count("full_like") == 1  # where the backward pass begins, and none for what is kept
+        assert found.count("full_like") == 1  # the first gradient of the backward pass, and none for saved tensors
 
 
 @BY_DTYPE

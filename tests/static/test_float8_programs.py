@@ -36,7 +36,7 @@ pytestmark = [
 
 
 def plan_of(scores):
-    """Of a router, whose last expert has no rows, and which has slots without an expert."""
+    """The plan and probabilities of a router with an idle last expert and slots without an expert."""
     probs, ids = paddle.topk(scores[:, : E - 1], K)
     has_none = (probs < -0.5).astype(ids.dtype)
     return route(ids - has_none * (ids + 1), num_experts=E, padding_alignment=PADDING), probs

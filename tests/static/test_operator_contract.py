@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every compiled operator, for any caller and any arguments.
+"""The contract of every compiled operator, for any caller and any arguments.
 
 The operators are found in their sources, and their examples are what the public functions call. So a new operator is
 under this contract without being named here, and one that no case reaches fails.
@@ -36,9 +36,9 @@ def declared(kind: str) -> list[str]:
 
 
 OPERATORS = declared("OP")
-# What a call with garbage may end in. IndexError: Paddle's own check that a number fits the attribute.
+# Permitted ends of a call with garbage. IndexError: Paddle's own check that a number fits the attribute.
 GOOD_ENDS = ("ok", "raised ValueError", "raised TypeError", "raised IndexError")
-# There integers beyond 64 bits overflow.
+# In a direct call, integers beyond 64 bits overflow.
 GOOD_ENDS_OF_A_DIRECT_CALL = ("ok", "raised ValueError", "raised OverflowError", "raised TypeError")
 # A program can be refused while it is built, by Paddle.
 GOOD_ENDS_OF_A_BUILD = (*GOOD_ENDS, "built: raised ValueError", "built: raised TypeError")

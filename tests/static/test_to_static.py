@@ -30,8 +30,8 @@ from tests.static.modes import (
 pytestmark = pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface")
 
 BY_SYNTAX_AND_BYTECODE = pytest.mark.parametrize("full_graph", [True, False], ids=["full_graph", "bytecode"])
-# By bytecode, Paddle has no float8_e5m2: its operator for the input of a graph refuses the dtype.
-# Each case in one way, in turn; the others are slow tests.
+# Cases alternate between the two ways; the other way of each is a slow test. Bytecode has no cases with float8_e5m2:
+# Paddle's operator for the input of a graph refuses the dtype.
 CASES_IN_BOTH_WAYS = [
     pytest.param(
         case,

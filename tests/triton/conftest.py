@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where the kernels run: in Triton's interpreter on NumPy arrays, or with --core-device=cuda on PyTorch tensors."""
+"""The kernels run in Triton's interpreter on NumPy arrays, or with --core-device=cuda on PyTorch tensors."""
 
 from __future__ import annotations
 

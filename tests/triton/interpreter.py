@@ -48,7 +48,7 @@ class NumpyArray:
 
 
 class _Pointer:
-    """What the interpreter takes for a tensor in host memory: it copies none, since this one lies there already."""
+    """A stand-in for a tensor in host memory, which the interpreter uses without a copy."""
 
     def __init__(self, address: int, dtype: str) -> None:
         self.address = address

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What csrc/include/pmo/grouped.h says of the kernels for Hopper, in NumPy, for machines without a GPU."""
+"""NumPy implementations of the Hopper kernels in csrc/include/pmo/grouped.h, for machines without a GPU."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _gathered(x: NDArray, p: GroupedProductParams | GroupedOuterParams) -> NDArr
 
 
 def _swiglu(hidden: NDArray) -> tuple[NDArray, NDArray, NDArray]:
-    """SwiGLU and its derivatives by the gate and by what it gates."""
+    """SwiGLU and its derivatives by gate and up."""
     gate, up = np.split(hidden.astype(np.float64), 2, axis=1)
     share = 1 / (1 + np.exp(-gate))
     return gate * share * up, up * share * (1 + gate * (1 - share)), gate * share
@@ -207,7 +207,7 @@ def _quantize_to(to_codes: int | None, to_scales: int | None, num_rows: int, row
 
 
 def _dequantized(p: GroupedFloat8Params, rows: slice) -> NDArray:
-    """What a gradient reads of hidden that was kept in float8."""
+    """Rows of hidden for a gradient, dequantized from float8."""
     codes = _at(p.hidden_codes, _FLOAT8, p.num_rows, 2 * p.width)[rows]
     scales = _at(p.hidden_scales, np.float32, p.num_rows, 2 * p.width // 128)[rows]
     return reference.dequantize_1x128(codes, scales, dtype=_DTYPES[2])
@@ -227,7 +227,7 @@ def _blocks_entry(reference_to: Any, stream: Any) -> int:
 
 
 def fields_in_header(struct: str, header: str = "grouped.h") -> list[tuple[str, Any]]:
-    """Those of a struct of a header, as `ctypes` has them; numbers of 32 bits count as integers."""
+    """Fields of a struct in a header, as `ctypes` declares them; 32-bit numbers count as integers."""
     text = (_HEADERS / header).read_text(encoding="utf-8")
     body = re.search(rf"typedef struct {struct} \{{(.*?)\}} {struct};", text, re.DOTALL)[1]
     fields = re.findall(r"^ +(?:const )?(\w+)( |\* ?)(\w+);", body, re.MULTILINE)
@@ -257,11 +257,11 @@ def choose_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kernel_for(gpu: Any, monkeypatch: pytest.MonkeyPatch, in_numpy: LibraryKernel, of_library: Any) -> LibraryKernel:
-    """What a device launches in a test: the library's kernel on a GPU, elsewhere that in NumPy, in small tiles.
+    """The kernel that a device launches in a test: on a GPU the library's, elsewhere the NumPy one with small tiles.
 
     Args:
         gpu: the device.
-        monkeypatch: for what chooses the tiles.
+        monkeypatch: patches the choice of tiles.
         in_numpy: the kernel in NumPy.
         of_library: gives the kernel of a library that `ctypes` has loaded.
     """

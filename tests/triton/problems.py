@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the Triton kernels start from: shapes, problems and their plans."""
+"""Shapes, problems and their plans for the tests of the Triton kernels."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LONG_ROW_SHAPES = (ODD, PADDED, MANY_SLOTS, WIDE)
 
 
 def fitting_tokens(gpu: Any, tokens: int) -> int:
-    """As many tokens, or few for the interpreter."""
+    """The number of tokens, at most 3 for the interpreter."""
     return min(tokens, 3) if isinstance(gpu, NumpyDevice) else tokens
 
 

@@ -30,7 +30,7 @@ KERNELS = {
 
 @pytest.fixture(scope="module")
 def variants():
-    """What became of each kernel for each GPU generation and each kind of arguments."""
+    """Compilation results of each kernel for each GPU generation and each kind of arguments."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.triton.compiling"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
@@ -58,7 +58,7 @@ def test_every_kernel_compiles(compiled):
 
 
 def test_blocks_fit_the_least_shared_memory_of_a_gpu(variants):
-    """99 KB, on compute capability 8.6, 8.9 and 12.0; all that have no more take what 8.0 does."""
+    """The minimum is 99 KB, on compute capability 8.6, 8.9 and 12.0; these GPUs use the configurations of 8.0."""
     assert max(each["shared_bytes"] for each in variants if each["capability"] == 80) <= 99 << 10
     for other in (86, 89, 120, 121):
         gpus = [Gpu(capability, 84) for capability in (80, other)]

@@ -56,7 +56,7 @@ class Case(NamedTuple):
     outer: int = 56
 
     def live(self) -> NDArray:
-        """Which rows belong to a group."""
+        """Mask of the rows that belong to a group."""
         starts = self.offsets or np.cumsum([0, *self.sizes])
         live = np.zeros(self.num_rows, np.bool_)
         for start, size in zip(starts, self.sizes, strict=False):
@@ -81,9 +81,9 @@ BY_CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
 class Problem:
-    """Operands in which what belongs to no group must not be read, and what the oracle makes of them.
+    """Operands whose rows of no group must not be read, and the oracle's results for them.
 
-    With ``tokens`` x are those of tokens, whose rows the map says.
+    With ``tokens``, x has rows of tokens, and a map from rows to tokens.
     """
 
     def __init__(self, rng, case: Case, dtype, transpose: bool, *, weighted=False, tokens=0):

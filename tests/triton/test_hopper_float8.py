@@ -97,7 +97,7 @@ class Problem:
 
     @property
     def end(self) -> int:
-        """Of the rows of the last expert; nothing else is read."""
+        """The end of the last expert's rows; rows beyond are not read."""
         return max(np.flatnonzero(self.plan.row_to_token >= 0), default=-1) + 1
 
     def layer(self, gpu: Any, workspace: int) -> Layer:
@@ -423,7 +423,7 @@ def test_bad_params_of_a_first_product_in_float8_are_refused(changes, message):
 
 
 def error_of(changes: dict[str, int]) -> str:
-    """What the library says of the params of a plain product with these changes."""
+    """The library's error for params of a plain product with these changes."""
     library = ctypes.CDLL(os.environ["PMO_CORE_LIBRARY"])
     library.pmo_last_error.restype = ctypes.c_char_p
     sizes = {"num_rows": 4, "num_sources": 4, "num_experts": 1, "inner": 64, "outer": 128, "width": 128}

@@ -236,7 +236,7 @@ def test_layers_take_their_gradients_from_it_window_by_window(rng, device, launc
 def test_rows_that_no_other_product_takes_are_gathered_beside_few_columns(
     rng, device, launched, monkeypatch, most, gathered
 ):
-    """Those of the gradient of W1, 2n = 16 columns; the gradient of W2 takes the rows that were moved before it."""
+    """Wgrad of W1, with 2n = 16 columns, gathers rows; wgrad of W2 reads rows permuted earlier."""
     monkeypatch.setattr(gather_heuristic, "_MAX_COLUMNS_OF_GATHERING_WGRAD", most)
     problem = Problem(rng, Case(170, 24, 8, 3, 2), ml_dtypes.bfloat16, True)
     assert_all_same(problem.run(device), problem.due())

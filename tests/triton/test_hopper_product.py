@@ -49,7 +49,7 @@ TILE_ROWS = [hopper_product.TILE_ROWS, hopper_product.TURNED_ROWS]
 
 @pytest.fixture(params=TILE_ROWS)
 def tile_rows(request) -> int:
-    """Of the kernel that makes plain products."""
+    """Tile rows of the kernel for plain products."""
     return request.param
 
 
@@ -454,7 +454,7 @@ def test_tiles_of_other_widths_are_refused():
 
 
 def refusal(changes: dict[str, int]) -> str:
-    """What the library says of params that would be fine without the changes."""
+    """The library's error for valid params with these changes."""
     library = ctypes.CDLL(os.environ["PMO_CORE_LIBRARY"])
     library.pmo_last_error.restype = ctypes.c_char_p
     sizes = {

@@ -150,7 +150,7 @@ def test_permuted_rows_of_any_routing(gpu, case, dtype, hidden, options, seed):
 @by_layout
 @pytest.mark.parametrize("fill", ["all", "meta", "none"])
 def test_only_the_padding_that_is_asked_for_is_written(gpu, rng, fill, layout):
-    """What is not written holds the poison of new memory."""
+    """Elements that are not written contain the poison of new memory."""
     plan = make_problem(rng, SMALL._replace(A=64), buffer_size=325).plan
     x = every_kind(rng, (SMALL.T, 130), np.float16)
     (codes, scales), (expected_codes, expected_scales) = permuted(gpu, x, plan, layout=layout, fill=fill)

@@ -14,7 +14,7 @@ from paddle_moe_ops.triton.recording import facts_of, recorded
 
 from .interpreter import NumpyDevice
 
-# Where it runs has no part in it: each launch is the interpreter's.
+# These tests do not depend on the device: each launch is the interpreter's.
 pytestmark = pytest.mark.cpu_only
 
 TOKENS, COLUMNS = 3, 5

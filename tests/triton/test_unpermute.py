@@ -23,7 +23,7 @@ WEIGHTS = ["plain", "by row", "by slot"]
 
 
 def weights_of(gpu, problem, kind):
-    """The weights as an array, and what unpermute and its gradient take for them."""
+    """The weights as an array, and the arguments of unpermute and its gradient for them."""
     plan = problem.plan
     if kind == "plain":
         return None, {}, {}

@@ -85,9 +85,9 @@ def implementations(library: Library, handle: Any, *, gpu: bool = False) -> list
     """The implementations that call a library, by the operators' ways of the same name.
 
     Args:
-        library: What they call.
-        handle: What they are given to call it.
-        gpu: Whether they run on a GPU.
+        library: The library that they call.
+        handle: Their handle of the library.
+        gpu: True if they run on a GPU.
     """
     found: dict[str, dict[Operation, Way]] = {}
     for operator in OPERATORS.values():

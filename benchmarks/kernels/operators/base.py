@@ -58,7 +58,7 @@ class Way(NamedTuple):
         library: The library that it calls.
         prepare: Returns a body, or raises Unsupported; does the untimed work.
         variants: Those that it offers; an empty tuple means all.
-        gpu_only: Whether it is not measured on a CPU, although its library is there.
+        gpu_only: True if it is measured on GPUs only, although its library runs on a CPU.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Variant(NamedTuple):
     Attributes:
         dtype: Element type of the rows, or logits, that are read; float8 rows have a float32 scale per 128 columns.
         due: Outputs that every way gives; maps and probabilities come from some only.
-        mostly_read: Whether it writes far less than it reads, so that reading alone is measured too.
+        mostly_read: True if it writes far less than it reads, so that reading alone is measured too.
         picture: Its title in the picture of a run; without one it is left out there.
         published: Peers known from elsewhere only.
     """
@@ -99,10 +99,10 @@ class Operator:
 
     Attributes:
         name: As in filters and results.
-        variants: By name.
+        variants: Variants by name.
         least_bytes: The bytes of an operation that must move, in the units of `model`.
         ways: Its implementations.
-        checks: How outputs are compared. An output without an entry is a map; it is compared with the oracle's map
+        checks: Comparison of each output. An output without an entry is a map; it is compared with the oracle's map
             of the same name.
         probe: The probe that moves the rows of an operation; None if there are no rows to move.
     """

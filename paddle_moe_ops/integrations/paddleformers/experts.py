@@ -22,7 +22,7 @@ from ...gemm import grouped_gemm
 from ...mlp import moe_mlp
 from ...routing import Plan
 
-# The forward methods that `_matrices_of` expresses as matrices. `targets` has the digests of their sources.
+# The forward methods that `_linears_of` runs as grouped GEMMs. `targets` has the digests of their sources.
 _KNOWN = {
     ("paddleformers.nn.mlp", "MLP.forward"),
     ("paddleformers.transformers.ernie4_5_moe.modeling", "Ernie4_5_MoeMLP.forward"),
@@ -175,7 +175,7 @@ def _run_linears(
 
 
 def _lay_side_by_side(parameters: list[Tensor]) -> None:
-    """Have a list of parameters need no copy, if each has memory of its own, which an optimizer may have taken."""
+    """Stack parameters of separate memory, so that calls need no copy; others stay as they are."""
     if view_of(parameters) is not None:  # as from the second call on
         return
     first = parameters[0]

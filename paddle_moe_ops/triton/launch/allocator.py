@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Global memory for tensor descriptors that kernels build: Triton asks an allocator for it at each launch."""
+"""Global memory for tensor descriptors that kernels build: Triton calls an allocator at each launch."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton on Paddle's tensors, devices and streams; the only module that uses Triton's drivers.
 
-Triton asks a process-wide driver for the current device and stream, and that driver asks PyTorch, which may be missing
-or have streams of its own. So a kernel is compiled and loaded under our driver, which asks Paddle and is active for
+Triton gets the current device and stream from a process-wide driver, which uses PyTorch. PyTorch may be missing or have
+streams of its own. So kernels are compiled and loaded under this module's driver, which uses Paddle and is active for
 that time only. A launch names its stream itself and needs no driver. If no driver is active, ours is during a launch:
 newer versions of Triton read it anyway, and would create PyTorch's.
 """

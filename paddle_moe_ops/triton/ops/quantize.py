@@ -10,7 +10,7 @@ r is at r * W + w, or with scale_layout="col" at w * ceil4(N) + r.
 
 Mapping: COLUMN_BLOCKS programs per token. Each loads its groups once, as a tile [GROUPS, 128], reduces and converts
 them in registers and stores them to the token's rows, ROWS_PER_ROUND per round. Further programs of the same launch
-zero the padding and the words that pad column-major scales.
+zero the padding and the words that pad column-major scales. Dequantise has COLUMN_BLOCKS programs per row.
 
 Conversion uses integer arithmetic and one rounding addition: every GPU and the interpreter give the same bits.
 

@@ -77,7 +77,8 @@ class _Call(NamedTuple):
     prefix: _Part
     offsets: _Part
     maps: _Part
-    # Workspace: int64 [E + 1] starts, then int32 experts of slots, then before and totals unless it is one program.
+    # Workspace: int64 [E + 1] starts, int32 [T K] experts of slots; unless in one program also int32 [tiles, E] counts
+    # before a tile and int32 [E] totals.
     experts_at: int
     before_at: int
     totals_at: int

@@ -109,9 +109,8 @@ def _write_maps(
     """Rows of the slots first .. first + TILE, and every map entry that belongs to them.
 
     ``by_slot``: slot_to_row and token_rows; ``by_row``: row_to_token, row_to_slot, row_to_expert and row_probs. The
-        rank of
-    a slot within its expert is a cumulative sum over a one-hot tile [TILE, FEW_EXPERTS], or with FEW_EXPERTS = 0 a
-    count over the tile's earlier slots, STEP per iteration.
+    rank of a slot within its expert is a cumulative sum over a one-hot tile [TILE, FEW_EXPERTS], or with
+    FEW_EXPERTS = 0 a count over the tile's earlier slots, STEP per iteration.
     """
     slot_to_row, token_rows = by_slot
     row_to_token, row_to_slot, row_to_expert, row_probs = by_row

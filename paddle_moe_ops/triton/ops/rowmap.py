@@ -12,6 +12,10 @@ flat order t * E + e. Three launches clean it:
              follow.
 
 Bytes moved: 4 * (2 * T * E + N) and the maps written; the atomics of claim and the loads of owner are scattered.
+
+Values: gather_slots copies row values to slots, BLOCK slots per program. slots_to_rows and scatter_slots sum the values
+of the slots that read a row, in slot order; the first has BLOCK rows per program, the second accumulates into the row
+values, one program per token. scatter_mask copies row values to [token, expert], BLOCK rows per program.
 """
 
 from typing import Any

@@ -7,9 +7,9 @@
     d_weights  = dot(d_out[t], rows[r]), by row or by slot
 
 Mapping: PROGRAMS_PER_TOKEN programs share a token's rows in turn. A program loops over BLOCK columns: it loads d_out
-    (an
-L2 hit for the token's other programs), stores the scaled row and accumulates a float32 vector of partial dot products,
-element j in lane j % BLOCK; one tree reduction adds up the lanes. Further programs zero the rows without a token.
+(an L2 hit for the token's other programs), stores the scaled row and accumulates a float32 vector of partial dot
+products, element j in lane j % BLOCK; one tree reduction adds up the lanes. Further programs zero the rows without a
+token.
 
 Determinism: BLOCK and the number of warps depend on row bytes and dtype alone, so a dot product has the same bits in
 every run and for any number of tokens.

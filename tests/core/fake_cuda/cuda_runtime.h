@@ -1,7 +1,8 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// A CUDA runtime for tests of the host's side of a launch: it knows devices, errors and what a kernel may ask for, and runs nothing.
+// A stand-in for the CUDA runtime, for tests of a launch's host code: it has devices, errors and limits of kernels, and
+// runs nothing.
 #pragma once
 
 #include <cstddef>

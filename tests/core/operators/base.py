@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests that go through all operators know of each."""
+"""The description of an operator for tests that go through all of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Operator:
 
     Attributes:
         name: As in `pmo_NAME_cpu`.
-        form: Which of its forms, if that is not the usual one.
+        form: The form of the operator, unless it is the usual one.
         valid: Makes usable params, in which every field has something to point to.
         bad_fields: Values, for the valid params, that must be refused.
         required: Names of arrays that must be given.
@@ -58,5 +58,5 @@ class Operator:
 
     @property
     def key(self) -> str:
-        """What tests call it."""
+        """The name of the operator in tests."""
         return f"{self.name}_{self.form}" if self.form else self.name

@@ -73,7 +73,7 @@ def clean_rowmap_params(
 
 
 def clean_rowmap_report(core: Core, params: CleanRowmapParams, findings: RowmapFindings) -> None:
-    """Raise CoreError for what findings say, as far as the params' checks ask."""
+    """Raise CoreError for findings that the params' checks cover."""
     report = core.function("pmo_clean_rowmap_report", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
     core.check(report(ctypes.byref(params), ctypes.byref(findings)))
 

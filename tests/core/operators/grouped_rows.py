@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""What goes with products of experts' rows: `grouped_tables`, `grouped_clear`, `row_sums`, `swiglu`, its gradient."""
+"""Operators next to a grouped GEMM: `grouped_tables`, `grouped_clear`, `row_sums`, `swiglu` and its gradient."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class SwigluBackwardParams(Params):
 
 
 class Tables(NamedTuple):
-    """What `grouped_tables` makes."""
+    """The outputs of `grouped_tables`."""
 
     first: NDArray
     stop: NDArray

@@ -108,7 +108,7 @@ def route_params(
 
 
 def route_report(core: Core, params: RouteParams, findings: RouteFindings, routed_per_expert: NDArray) -> None:
-    """Raise CoreError for what findings and int32 counts [E] say, as far as the params' checks ask."""
+    """Raise CoreError for findings and int32 counts [E] that the params' checks cover."""
     report = core.function("pmo_route_report", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, Int32s)
     counts = routed_per_expert.ctypes.data_as(Int32s)
     core.check(report(ctypes.byref(params), ctypes.byref(findings), counts))

@@ -82,7 +82,7 @@ def _valid_read(core: Core, output: MakeOutput, s: Small) -> Params:
 
 
 def _fuzzed(core: Core, output: MakeOutput, s: Draw) -> Params:
-    """What either direction writes may be read by the other."""
+    """Params of either direction, whose outputs are the other's inputs."""
     return RowIdMapParams(
         **s.sizes("num_tokens topk num_experts num_rows"),
         token_rows=s.ints((s.T, s.K), s.N),

@@ -8,11 +8,9 @@
 // ranks write to, or read from, the same rank at the same time.
 //
 // * send (send_pieces): loads the piece into registers and stores it for each of the token's rows: to another GPU, to local
-//   memory from which
-//   another GPU fetches, or to local memory for this rank itself.
+//   memory from which another GPU fetches, or to local memory for this rank itself.
 // * receive (copy_pieces, sum_pieces): loads rows from local memory or from another GPU and sums them in the order of ranks, or
-//   copies if a
-//   token has at most one row.
+//   copies if a token has at most one row.
 //
 // Overlap: written and fetched rows alternate, so a launch keeps the link busy, which is the bottleneck, while it does its local
 // accesses.

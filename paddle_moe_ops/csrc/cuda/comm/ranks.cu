@@ -5,16 +5,18 @@
 // regions.
 //
 // * plan: a lane per slot, up to 32 lanes per token, two launches. count_tokens counts the tokens of a CTA for each rank.
-//   place_tokens sums the
-//   counts of earlier CTAs, ranks its own tokens by ballots, writes maps to local memory and records to the other ranks, and
-//     counts the tokens
-//   of each expert by atomic additions, in shared memory first. Bytes moved: ids are read twice (P times as often with more than
-//     32 slots),
-//   maps written once, and 8 K bytes to another GPU for each of the token's rows.
-// * records, put, take, get, rows: a thread per element; memory-bound.
+//   place_tokens sums the counts of earlier CTAs, ranks its own tokens by ballots, writes maps to local memory and records to the
+//   other ranks, and counts the tokens of each expert by atomic additions, in shared memory first. Bytes moved: ids are read twice
+//   (P times as often with more than 32 slots), maps written once, and 8 K bytes to another GPU for each of the token's rows.
+// * records: arrived records -> ids and probabilities of the arrived rows, a thread per slot.
+// * put: values of rows -> the region at each rank, a thread per access of up to 16 bytes. take: the arrived regions -> one array,
+//   by a 2-D copy. get: the value of each slot from the region of its row's rank, a thread per slot.
+// * rows: the place of each row of a plan in the regions, a thread per row.
 // * barrier: one CTA, a thread per rank, which stores this rank's call and counter there (st.release.sys), waits for those of the
-//   other rank
-//   (ld.acquire.sys) and compares the calls.
+//   other rank (ld.acquire.sys) and compares the calls.
+// * spoil: fills data with 0xFF bytes if the ranks' codes differ; all CTAs read the codes.
+//
+// All but plan and barrier are memory-bound.
 #include "pmo/ranks.h"
 
 #include <algorithm>

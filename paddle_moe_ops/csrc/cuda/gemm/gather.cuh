@@ -32,7 +32,7 @@ struct GatheredRows {
   }
 
   // Copies 16 bytes of each of kCount rows to the shared addresses target_of(0), target_of(1), ...; `first` is the address in row
-  // 0. Rows that are kNone, and all rows if not is_inside, give zeros.
+  // 0. Rows that are kNone, and all rows if not is_inside, are zeros.
   template <int kCount, typename TargetOf>
   __device__ void copy(const uint32_t* sources, const char* first, bool is_inside, TargetOf target_of) const {
 #pragma unroll

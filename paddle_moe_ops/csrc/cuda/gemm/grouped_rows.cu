@@ -4,9 +4,8 @@
 // Row kernels around the grouped GEMMs: tables of experts, zeros in rows of no expert, row sums, SwiGLU and dSwiGLU. All are
 // memory-bound.
 //
-// * grouped_tables: sizes and offsets [E] -> first, stop, tiles, window. One CTA, a thread per expert, 256 experts at a time,
-//   with
-//   carried prefix sums and a carried end of the groups. Writes 12 E bytes.
+// * grouped_tables: sizes and offsets [E] -> first, stop, tiles, window. One CTA, a thread per expert, 256 experts at a time; prefix
+//   sums and the end of the groups carry over. Writes 12 E bytes.
 // * grouped_clear: a warp per row bisects `stop` for its expert and writes zeros to rows of no expert.
 // * row_sums: out[r] = sum of values[r, 0 ... W - 1]. A thread per row, since rows are short. Reads 4 M W bytes, writes 4 M.
 // * swiglu: act [M, n] = silu(gate) * up for hidden [M, 2 n]. A thread per access of up to 16 bytes. Reads 2 n elements of a row,

@@ -38,7 +38,7 @@ struct GroupedTile {
   int expert, row, end, column;
 };
 
-// All fields but the tensor maps and the scheduler. A tile has `tile_columns` columns of the result.
+// Returns the kernel's params without tensor maps and scheduler. A tile has `tile_columns` columns of the result.
 template <typename Params>
 GroupedGemmParams gemm_params_of(const Params& p, int tile_columns) {
   GroupedGemmParams a = {};

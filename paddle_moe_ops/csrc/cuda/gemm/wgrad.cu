@@ -5,8 +5,8 @@
 // expert e, rounded once.
 //
 //   p [M, p_columns], q [M, q_columns] row-major, strides multiples of 8; one of the two may be gathered from token rows
-//   out [E, out_rows, out_columns] row-major; the result is the block from (first_p, first_q) on. Experts without rows give
-//     zeros.
+//   out [E, out_rows, out_columns] row-major; the result is the block from (first_p, first_q) on, and zeros for experts
+//     without rows.
 //
 // K of this GEMM is an expert's number of rows, possibly 0. Both operands are MN-major, as they lie in memory.
 //

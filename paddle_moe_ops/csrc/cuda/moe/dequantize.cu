@@ -1,10 +1,12 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// dequantize: out [N, H] = code * scale (pmo/quantize.h). A CTA per row, a thread for 16 neighbouring elements, which share a
-// scale.
+// dequantize: out [N, H] = code * scale (pmo/quantize.h), rounded once.
 //
-// Memory-bound: N (H + 4 C) bytes and N H elements.
+// A CTA of 256 threads per row; a thread loads 16 neighbouring codes in one access, which share a scale, and steps through the row
+// in a loop. The load of the scale overlaps that of the codes; other CTAs of the SM hide the rest of the latency.
+//
+// Memory-bound: reads N (H + 4 C) bytes, C scales per row, and writes N H elements.
 #include <cstdint>
 
 #include "common/checks.h"

@@ -28,7 +28,7 @@ inline bool transposes_scales(const pmo_quantize_params& p) {
          p.workspace_bytes >= token_scale_bytes(p);
 }
 
-// Workspace to ask the caller for; 0 if single-word stores are faster.
+// Workspace that the call needs, in bytes; 0 if single-word stores are faster.
 inline int64_t wanted_workspace_bytes(const pmo_quantize_params& p) {
   const bool is_worth_it = may_transpose_scales(p) && p.num_rows * ScaleLayout(p).words >= kMinWordsToTranspose;
   return is_worth_it ? token_scale_bytes(p) : 0;

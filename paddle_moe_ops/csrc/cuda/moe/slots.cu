@@ -3,10 +3,14 @@
 
 // Cleaning of a user's rowmap, and values per slot and per row.
 //
-// clean_rowmap, three launches. bid: every entry of the rowmap bids for its row with its flat index; the lowest bid wins
-// (atomicMin, so the outcome does not depend on the order). keep_winners: entries that won are compacted in expert order, by 8,
-// 16 or 32 lanes per token; the same launch looks up slots, a thread each, and the values of their rows. complete_findings:
-// values for the checks. Workspace: pmo_rowmap_findings, then int64 [N] winning indices.
+// clean_rowmap, up to four launches:
+//   1. reset: a thread per row clears its bid and its maps
+//   2. bid: a thread per entry of the rowmap bids for the entry's row with its flat index; the lowest bid wins (atomicMin, so the
+//      outcome does not depend on the order)
+//   3. keep_winners: 8, 16 or 32 lanes per token compact the entries that won, in expert order; then a thread per slot looks up
+//      its row and the row's value
+//   4. complete_findings, only for checks: one thread adds the bad values
+// Workspace: pmo_rowmap_findings, then int64 [N] winning indices.
 //
 // gather: slot_values[slot] = row_values[slot_to_row[slot]], a thread per slot. scatter: the inverse sum, a thread per token.
 //

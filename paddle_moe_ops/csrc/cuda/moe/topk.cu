@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // The router's top-k and its gradient: gating logits [T, E] -> ids and weights [T, K], optionally scores [T, E]. A warp per
-// token, one launch.
+// token, four warps per CTA, one launch. Nothing overlaps within a warp; other warps of the SM hide its latency.
 //
 // Forward: lane l has the experts l, l + 32, ... and computes a key for each, an integer in the order of choice
 // (common/scoring.h). Keys are in registers for few experts without groups (choose_few_experts), else in shared memory, or in the

@@ -9,11 +9,11 @@
 // adds in the order of the rows, so a sum has one order for any schedule. A plain sum multiplies by 1, which rounds like the
 // addition. Weights, two dependent loads, arrive with the rows' data, or in tiles with the rows' numbers.
 //
-// * sum_window, sum_rows_by_warps: a warp owns a part of one token. The batch has about as many rows as a token has on average: a
-//   larger one takes registers and lowers occupancy.
-// * sum_rows_by_tiles, for many tokens with few rows each: CTAs are (part of a row, tile of tokens). A CTA lists the rows of its
-//   tokens
-//   in shared memory first (tile_list.cuh), so that loads of several tokens are in flight.
+// * sum_rows_by_warps: a warp owns 32 accesses of one token; a CTA has up to seven warps of a token, or four warps of two or four tokens.
+//   The batch has about as many rows as a token has on average: a larger one takes registers and lowers occupancy.
+// * sum_window: the same without loops, for tokens whose entries fit one batch.
+// * sum_rows_by_tiles, for many tokens with few rows each: CTAs are (part of a row, tile of tokens). A CTA first lists the rows of
+//   its tokens in shared memory (tile_list.cuh), so that loads of several tokens are in flight.
 //
 // Memory-bound: (N + T) H elements, and 4 T K bytes of maps and of weights.
 #include <algorithm>

@@ -4,11 +4,9 @@
 // Gradient of unpermute: d_rows[r] = w_r * d_out[t] and d_weights[index(r)] = dot(d_out[t], rows[r]), either or both in one pass.
 //
 // * scatter_rows, without d_weights: a warp loads 32 accesses of up to 16 bytes of one token of d_out and writes them, weighted,
-//   to each
-//   of its rows.
+//   to each of its rows.
 // * row_backward, with d_weights: a CTA per entry of the map. It reads a row and its token's row of d_out, which the L2 holds for
-//   the
-//   token's other rows, and writes the weighted gradient along with the dot product.
+//   the token's other rows, and writes the weighted gradient along with the dot product.
 // * token_backward, with d_weights, for many tokens with few rows each: a warp per token, since CTAs per entry would mostly find
 //   none.
 //
