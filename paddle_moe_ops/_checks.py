@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import operator
-import os
 from collections.abc import Iterator, Sequence
 from numbers import Real
 from typing import Any, NoReturn
@@ -340,7 +339,7 @@ def validation(function: str, value: bool | None, like: Tensor) -> Validation:
     """The level of a ``validate`` argument for data on the device of ``like``."""
     if value is not None and not isinstance(value, bool):
         bad_type(function, "validate", "True, False or None", f"{value!r} of type {type(value).__name__}")
-    if value is None and os.environ.get(_env.VALIDATE):
+    if value is None and _env.environment.get(_env.VALIDATE):
         value = _env.validate_default()
     if value is None:
         on_cpu = isinstance(like, GraphValue) or like.place.is_cpu_place()

@@ -22,6 +22,7 @@ class Variable(NamedTuple):
 
 
 BACKEND, VALIDATE = "PADDLE_MOE_OPS_BACKEND", "PADDLE_MOE_OPS_VALIDATE"
+environment = os.environ  # for modules that every call enters
 
 VARIABLES = (
     Variable(BACKEND, "the backend of operators: compiled, triton, paddle or reference (default: automatic)"),

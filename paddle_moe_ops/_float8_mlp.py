@@ -21,7 +21,7 @@ from .backends import compiled_backend, direct, resolve
 from .backends.accumulation import put
 from .backends.base import GemmSpec, Matrices, MlpSpec, QuantizeSpec, Tensors, Validation
 from .backends.gradients import WithGradients, connected_mlp
-from .backends.matmul import check_plan_groups, host_segments
+from .backends.groups import check_plan_groups, host_segments
 from .reference import FLOAT8_AMAX_MIN
 from .reference.quantization import E4M3_MAX, GROUP
 

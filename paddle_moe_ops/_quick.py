@@ -18,7 +18,7 @@ from ._graphs import constant, untraced
 from .backends import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, chosen, compiled_backend
 from .routing import Plan
 
-AMAX_MIN = 1e-4  # compared by identity: a caller's value may be of any type
+AMAX_MIN = 1e-4
 
 
 def quick_permute(
@@ -38,7 +38,8 @@ def quick_permute(
         and scale is None
         and quantize is None
         and scale_layout == "row"
-        and amax_min is AMAX_MIN
+        and type(amax_min) is float  # other values may be arrays, whose comparison is no bool
+        and amax_min == AMAX_MIN
         and fill_padding == "all"
         and not others
         and not more

@@ -243,7 +243,8 @@ def route(
     try:
         return planned(routing, probs, counts_tensor, capacity, spec)
     except ValueError as error:
-        if not is_mask and columns == num_experts and _holds_zeros_and_ones(routing):
+        is_of_data = str(error).startswith(f"{name}: ")
+        if is_of_data and not is_mask and columns == num_experts and _holds_zeros_and_ones(routing):
             raise ValueError(f"{error}; a mask [num_tokens, num_experts] must be of dtype bool") from None
         raise
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextvars
 import functools
 import importlib
-import os
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -164,7 +163,7 @@ def _requested() -> tuple[str, str] | None:
     name = chosen()
     if name is not None:
         return name, "use_backend"
-    name = os.environ.get(_env.BACKEND)
+    name = _env.environment.get(_env.BACKEND)
     if not name:
         return None
     _check_name(name, _env.BACKEND)

@@ -15,11 +15,14 @@ import paddle
 from paddle import Tensor
 
 from .. import _build_check, _env
-from .._graphs import GraphValue, filled
+from .._graphs import GraphValue, filled, float32, to_dtype, without_autocast
 from .._native import native
+from ..triton.launch.paddle_device import RIG
 from .base import (
     FLOAT8,
     OPERATORS,
+    Matrices,
+    MlpSpec,
     MoePermuteSpec,
     MoeUnpermuteSpec,
     QuantizeSpec,
@@ -31,6 +34,7 @@ from .base import (
     Validation,
     constant_if_float8,
 )
+from .groups import check_plan_groups
 
 LIBRARY = _build_check.library()
 
@@ -155,36 +159,17 @@ def grouped_product(
     return _run("grouped_product", x, matrices, sizes, given[0], transpose, given[1], wide, *wanted)[0]
 
 
-def moe_mlp(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    plan: Any,
-    *,
-    transpose: bool,
-    keeps_hidden: bool,
-    float8: bool = False,
-) -> Tensor:
-    """Return each token's weighted sum of the outputs of its SwiGLU experts; differentiable once.
-
-    Args:
-        x: float32, float16 or bfloat16 [T, d].
-        gate_up: [E, d, 2n], or [E, 2n, d] with ``transpose``; dtype of ``x``.
-        down: [E, n, d], or [E, d, n].
-        weights: float32 [N], per row.
-        plan: the map of tokens to rows.
-        transpose: whether the matrices are stored transposed.
-        keeps_hidden: whether the first GEMM's output is saved for the backward pass; otherwise it is recomputed.
-        float8: whether GEMMs have float8 operands. Without hardware support they multiply quantised values in float32.
-    """
-    operands = x, gate_up, down, weights
-    wanted = [not each.stop_gradient for each in operands]
-    keeps = keeps_hidden and any(wanted) and paddle.is_grad_enabled()
-    maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets
-    out, hidden = _run("moe_mlp_float8" if float8 else "moe_mlp", *operands, *maps, transpose, keeps, *wanted)
-    _stop_gradients(hidden)
-    return out
+def has_operators(x: Tensor) -> bool:
+    """True if the compiled library has operators on a tensor's device; for a value of a graph, on the current one."""
+    if backend.unavailable() is not None:
+        return False
+    if isinstance(x, GraphValue):
+        kind, _, number = paddle.device.get_device().partition(":")
+        return kind == "cpu" or (kind == "gpu" and int(number) not in gpus_without_kernels()) or kind == RIG
+    is_on_rig = x.place.is_custom_place() and x.place.custom_device_type() == RIG
+    if x.place.is_cpu_place() or is_on_rig:
+        return True
+    return x.place.is_gpu_place() and backend.cannot_run_on(x) is None
 
 
 def _declines(*_: Any) -> Any:
@@ -228,6 +213,54 @@ def _scale_attributes(scale: Tensor | None) -> tuple[bool, int, int]:
 
 def _quantize_attributes(spec: QuantizeSpec) -> tuple[bool, bool, float]:
     return spec.ue8m0, spec.scale_layout == "col", spec.amax_min
+
+
+class LayerOperators:
+    """A layer of experts as one operator of the library, for a backend that runs on every device."""
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def cannot_run_on(self, tensor: Tensor) -> str | None:
+        return None
+
+    def why_composed(self, x: Tensor, gate_up: Matrices, down: Matrices, spec: MlpSpec) -> str | None:
+        in_graph = isinstance(x, GraphValue)
+        if not has_operators(x):
+            return "the compiled library has no operators there"
+        if spec.compute is not None:
+            # In dygraph, calls may cache float8 matrices, and each matrix of a list has its own gradient.
+            return None if in_graph else "float8 layers are the library's operator in graphs alone"
+        if spec.accumulates:
+            return "the library's operator does not accumulate"
+        for each in (gate_up, down):
+            if not isinstance(each, (Tensor, GraphValue)) or each.dtype != x.dtype:
+                return "the library's operator takes one tensor each of gate_up and down, of the tokens' dtype"
+        return None
+
+    def moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec) -> Tensor:
+        plan = spec.plan
+        if spec.validation != Validation.OFF and not isinstance(x, GraphValue):
+            check_plan_groups(plan)
+        with without_autocast():
+            if weights is None:
+                weights = paddle.ones_like(plan.row_to_token, dtype="float32")
+            elif spec.weights_by_slot:
+                weights = backend.slots_to_rows(weights, plan)
+            tokens = x
+            gate_up, down = [
+                each if isinstance(each, (Tensor, GraphValue)) else paddle.stack(each) for each in (gate_up, down)
+            ]
+            if gate_up.dtype != x.dtype or down.dtype != x.dtype:
+                tokens, gate_up, down = float32(x), float32(gate_up), float32(down)
+            maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets
+            operands = tokens, gate_up, down, weights
+            wanted = [not each.stop_gradient for each in operands]
+            keeps = spec.keeps_hidden and any(wanted) and paddle.is_grad_enabled()
+            operator = "moe_mlp" if spec.compute is None else "moe_mlp_float8"
+            out, hidden = _run(operator, *operands, *maps, spec.transpose, keeps, *wanted)
+            _stop_gradients(hidden)
+            return to_dtype(out, x.dtype)
 
 
 class CompiledBackend:
@@ -284,8 +317,7 @@ class CompiledBackend:
 
     def _permute(self, x: Tensor, scale: Tensor | None, maps: Tensors, fill_padding: str) -> Tensors:
         attributes = _FILL[fill_padding], *_scale_attributes(scale), x.shape[1], x.dtype.value
-        rows, scales = _run("permute", x, scale, *maps, *attributes)
-        return rows, scales
+        return tuple(_run("permute", x, scale, *maps, *attributes))
 
     def unpermute(self, rows: Tensor, probs: Tensor | None, plan: Any) -> Tensor:
         if probs is None:

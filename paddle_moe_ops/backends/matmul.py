@@ -4,15 +4,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar
 
 import paddle
 from paddle import Tensor
 
 from .._graphs import (
-    GraphValue,
     beside,
     filled,
     float32,
@@ -22,14 +20,14 @@ from .._graphs import (
     to_dtype,
     without_autocast,
 )
-from ..triton.launch.paddle_device import RIG
 from . import compiled
-from .base import GemmSpec, Matrices, MlpSpec, Validation
+from .base import GemmSpec, Validation
+from .groups import host_segments
 
 _MOST_EXPERTS = 2**16  # limit of the operator
 
 
-class MatmulBackend:
+class MatmulBackend(compiled.LayerOperators):
     """The backend that runs a grouped GEMM on stacked matrices as one operator, which selects kernels or a matmul.
 
     For a list of matrices, it splits the rows by group in Python. In dygraph it then copies sizes and offsets to the
@@ -42,11 +40,8 @@ class MatmulBackend:
     operators = frozenset({"grouped_gemm"})
     dtypes: ClassVar[dict[str, Any]] = {}
 
-    def unavailable(self) -> str | None:
-        return None
-
-    def cannot_run_on(self, tensor: Tensor) -> str | None:
-        return None
+    def explain_moe_mlp(self, *call: Any) -> list[str]:
+        return ["products: the library's kernels or Paddle's matmul, by the table in docs/backends.md"]
 
     def grouped_gemm(
         self,
@@ -56,7 +51,7 @@ class MatmulBackend:
         bias: Tensor | None,
         spec: GemmSpec,
     ) -> Tensor:
-        if not isinstance(w, Sequence) and w.shape[0] <= _MOST_EXPERTS and _has_operators(x):
+        if not isinstance(w, Sequence) and w.shape[0] <= _MOST_EXPERTS and compiled.has_operators(x):
             with without_autocast():
                 return _by_operator(x, w, weights, bias, spec)
         segments = _segments(x, spec)
@@ -67,55 +62,6 @@ class MatmulBackend:
             matrices = [float32(each) for each in w] if isinstance(w, Sequence) else float32(w)
             made = _multiply(float32(x), matrices, weights, float32(bias), segments, spec.transpose)
             return to_dtype(made, x.dtype)
-
-    def why_composed(self, x: Tensor, gate_up: Matrices, down: Matrices, spec: MlpSpec) -> str | None:
-        in_graph = isinstance(x, GraphValue)
-        if not _has_operators(x):
-            return "the compiled library has no operators there"
-        if spec.compute is not None:
-            # In dygraph, calls may cache float8 matrices, and each matrix of a list has its own gradient.
-            return None if in_graph else "float8 layers are the library's operator in graphs alone"
-        if spec.accumulates:
-            return "the library's operator does not accumulate"
-        for each in (gate_up, down):
-            if not isinstance(each, (Tensor, GraphValue)) or each.dtype != x.dtype:
-                return "the library's operator takes one tensor each of gate_up and down, of the tokens' dtype"
-        return None
-
-    def explain_moe_mlp(self, *call: Any) -> list[str]:
-        return ["products: the library's kernels or Paddle's matmul, by the table in docs/backends.md"]
-
-    def moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec) -> Tensor:
-        plan = spec.plan
-        if spec.validation != Validation.OFF and not isinstance(x, GraphValue):
-            check_plan_groups(plan)
-        with without_autocast():
-            if weights is None:
-                weights = paddle.ones_like(plan.row_to_token, dtype="float32")
-            elif spec.weights_by_slot:
-                weights = compiled.backend.slots_to_rows(weights, plan)
-            tokens = x
-            gate_up, down = [
-                each if isinstance(each, (Tensor, GraphValue)) else paddle.stack(each) for each in (gate_up, down)
-            ]
-            if gate_up.dtype != x.dtype or down.dtype != x.dtype:
-                tokens, gate_up, down = float32(x), float32(gate_up), float32(down)
-            options = {"transpose": spec.transpose, "keeps_hidden": spec.keeps_hidden}
-            float8 = spec.compute is not None
-            return to_dtype(compiled.moe_mlp(tokens, gate_up, down, weights, plan, **options, float8=float8), x.dtype)
-
-
-def _has_operators(x: Tensor) -> bool:
-    """True if the compiled library has operators on a tensor's device; for a value of a graph, on the current one."""
-    if compiled.backend.unavailable() is not None:
-        return False
-    if isinstance(x, GraphValue):
-        kind, _, number = paddle.device.get_device().partition(":")
-        return kind == "cpu" or (kind == "gpu" and int(number) not in compiled.gpus_without_kernels()) or kind == RIG
-    is_on_rig = x.place.is_custom_place() and x.place.custom_device_type() == RIG
-    if x.place.is_cpu_place() or is_on_rig:
-        return True
-    return x.place.is_gpu_place() and compiled.backend.cannot_run_on(x) is None
 
 
 def _by_operator(x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | None, spec: GemmSpec) -> Tensor:
@@ -237,68 +183,6 @@ def _split(x: Tensor, lengths: Sequence[int | Tensor]) -> Sequence[Tensor]:
     parts = paddle.split(x, lengths, axis=0)
     # In a graph, split loses the number of columns.
     return [part.reshape([paddle.shape(part)[0], *x.shape[1:]]) if -1 in part.shape[1:] else part for part in parts]
-
-
-class Names(NamedTuple):
-    """The names that an error text uses for groups of rows."""
-
-    function: str
-    sizes: str
-    offsets: str
-    rows: str
-
-
-_OF_GEMM = Names("grouped_gemm", "m_sizes", "expert_offsets", "X")
-_OF_MLP = Names("moe_mlp", "plan.tokens_per_expert", "plan.expert_offsets", "the plan")
-
-
-def check_plan_groups(plan: Any) -> None:
-    """Check the groups of rows of a plan for `moe_mlp`."""
-    host_segments(plan.num_rows, plan.tokens_per_expert, plan.expert_offsets, _OF_MLP)
-
-
-def host_segments(
-    num_rows: int, m_sizes: list[int] | Tensor, expert_offsets: list[int] | Tensor | None, names: Names = _OF_GEMM
-) -> list[int]:
-    """Split the rows of a grouped GEMM: numbers of rows of no group, group 0, no group, group 1, ... no group.
-
-    Raises:
-        ValueError: a negative number; groups that overlap or end after row ``num_rows``.
-    """
-    sizes = _host_numbers(names.function, names.sizes, m_sizes)
-    if expert_offsets is None:
-        offsets = list(itertools.accumulate(sizes, initial=0))
-        if offsets[-1] > num_rows:
-            expected = f"sizes that add up to at most {num_rows}, the rows of {names.rows}"
-            _refuse(names.function, names.sizes, expected, f"{sizes}, which add up to {offsets[-1]}")
-    else:
-        offsets = _host_numbers(names.function, names.offsets, expert_offsets)
-        if offsets[-1] > num_rows:
-            expected = f"at most {num_rows}, the rows of {names.rows}"
-            _refuse(names.function, f"{names.offsets}[{len(sizes)}]", expected, offsets[-1])
-    segments, end = [], 0
-    for expert, (first, size, next_first) in enumerate(zip(offsets[:-1], sizes, offsets[1:], strict=True)):
-        segments += [first - end, size]
-        end = first + size
-        if end > next_first:
-            expected = f"at least {end}, the end of group {expert}"
-            _refuse(names.function, f"{names.offsets}[{expert + 1}]", expected, next_first)
-    return [*segments, num_rows - end]
-
-
-def _host_numbers(function: str, argument: str, numbers: list[int] | Tensor) -> list[int]:
-    """Return the numbers as a list, and check those of a tensor; lists have been checked."""
-    if isinstance(numbers, list):
-        return numbers
-    found = numbers.tolist()
-    for i, number in enumerate(found):
-        if not 0 <= number < 2**31:
-            _refuse(function, f"{argument}[{i}]", f"from 0 to {2**31 - 1}", number)
-    return found
-
-
-def _refuse(function: str, argument: str, expected: str, given: object) -> NoReturn:
-    raise ValueError(f"{function}: {argument} must be {expected}, but got {given}")
 
 
 backend = MatmulBackend()

@@ -29,8 +29,8 @@ from .base import (
     Validation,
 )
 from .gradients import WithGradients
+from .groups import check_plan_groups, host_segments
 from .host_checks import host_route
-from .matmul import check_plan_groups, host_segments
 
 _NO_PROBS = np.zeros(0, np.float32)
 

@@ -13,7 +13,7 @@ from paddle import Tensor
 from .._graphs import dense
 from ..triton.native_recording import repeated
 from .base import GemmSpec, Matrices, MlpSpec, Tensors, Validation
-from .matmul import check_plan_groups, host_segments
+from .groups import check_plan_groups, host_segments
 from .triton_arrays import dense_rows, device_of
 
 __all__ = ["ProductKernels"]

@@ -7,6 +7,7 @@ Fleet guard: optimizers of Fleet that assume the same parameters on all ranks ra
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -48,7 +49,7 @@ __all__ = [
 _MAKER = "paddle_moe_ops.expert_parallel.distributed_optimizer"
 _STAGE_1 = f"parameters that all its ranks have; make the optimizer with {_MAKER}"
 _OTHERS = f"parameters that all its ranks have; shard a model with experts by stage 1, with {_MAKER}"
-_is_lifted = False
+_guards: contextvars.ContextVar[bool] = contextvars.ContextVar("paddle_moe_ops_fleet_guard", default=True)
 _SHARDING_COLOR = "moe_expert"  # the usual name in programs for Fleet
 _NO_COPIES = -1
 _connected: dict[tuple[int, ...], Group] = {}  # the same on all ranks, since all connect each of them
@@ -57,12 +58,11 @@ _connected: dict[tuple[int, ...], Group] = {}  # the same on all ranks, since al
 @context_manager
 def fleet_guard_lifted() -> Iterator[None]:
     """Lift the Fleet guard for a caller that keeps the experts of different ranks apart itself."""
-    global _is_lifted
-    _is_lifted = True
+    token = _guards.set(False)
     try:
         yield
     finally:
-        _is_lifted = False
+        _guards.reset(token)
 
 
 @functools.cache
@@ -88,7 +88,7 @@ def _check_first(kind: type, parameters_of: Callable[..., Any], expected: str) -
 
     @functools.wraps(make)
     def checked(self: Any, *arguments: Any, **options: Any) -> None:
-        for each in () if _is_lifted else parameters_of(*arguments, **options):
+        for each in parameters_of(*arguments, **options) if _guards.get() else ():
             group = expert_group_of(each)
             if group is not None:
                 given = f"{each.name!r}, of experts on ranks {group.ranks}, each of which has others"

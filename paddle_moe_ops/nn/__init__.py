@@ -10,13 +10,14 @@ hidden size, I intermediate size of an expert, E experts, K experts per token an
 from __future__ import annotations
 
 from .experts import SwiGLU, SwiGLUExperts
-from .layer import MoELayer
+from .layer import MoEConfig, MoELayer
 from .losses import load_balance_loss, router_z_loss
 from .memory import lay_side_by_side
 from .microbatches import set_is_first_microbatch
 from .router import RouterOutput, TopKRouter
 
 __all__ = [
+    "MoEConfig",
     "MoELayer",
     "RouterOutput",
     "SwiGLU",

@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
 import paddle
@@ -30,13 +33,11 @@ from .router import TopKRouter, capacity_of
 _NAME = "MoELayer"
 
 
-class MoELayer(nn.Layer):
-    """Mixture-of-experts block: router, permute, experts, weighted unpermute, plus shared experts.
+@dataclass(frozen=True)
+class MoEConfig:
+    """Options of a `MoELayer`, which checks them.
 
-    Deterministic. If kernels run the GEMMs (see `moe_mlp`), a forward pass has no host synchronisation; with a group it
-    synchronises as `expert_parallel.ExpertParallel` does.
-
-    Args:
+    Attributes:
         hidden_size: H.
         intermediate_size: I of one expert.
         num_experts: E.
@@ -58,10 +59,6 @@ class MoELayer(nn.Layer):
         expert_bias: whether the experts have biases, which begin as zeros. Shared experts have none.
         compute: of the experts, see `moe_mlp`; with a group only if ``combine="reduced"``. Shared experts run in the
             tokens' dtype.
-        group: ranks that share the experts, a group of `paddle.distributed` whose size divides num_experts; every rank
-            constructs the layer, with the same arguments. The router and the shared experts are the same on all ranks,
-            from the start. A rank has E / P experts, and tokens of its own; ``capacity_factor`` counts those. Only
-            dygraph. Gradients: see `expert_parallel.average_gradients`. None: this process has all experts.
         combine: with a group, the form in which rows return: see `expert_parallel.ExpertParallel`.
         payload: with a group, the format of sent tokens: see `expert_parallel.ExpertParallel`.
         tokens_per_rank: with a group, the number of tokens that each rank sends to each, if it should be the same in
@@ -69,12 +66,75 @@ class MoELayer(nn.Layer):
         transport: with a group, the transport of tokens: see `expert_parallel.ExpertParallel`.
         timeout: with a group, seconds that a rank waits for the others: see `expert_parallel.ExpertParallel`.
 
+    Example:
+        >>> from paddle_moe_ops.nn import MoEConfig, MoELayer
+        >>> config = MoEConfig(64, 32, num_experts=8, topk=2, scoring="sigmoid")
+        >>> MoELayer(config).config == config
+        True
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    topk: int
+    num_shared_experts: int = 1
+    _: KW_ONLY
+    scoring: str = "softmax"
+    correction_bias: bool = True
+    norm_topk_prob: bool = True
+    num_groups: int = 1
+    topk_groups: int | None = None
+    scores_per_group: int = 2
+    scaling_factor: float = 1.0
+    capacity_factor: float | None = None
+    keep: str = "h"
+    workspace_mb: int = 1024
+    accumulate: bool = False
+    activation: str = "swiglu"
+    expert_bias: bool = False
+    compute: str | None = None
+    combine: str = "exact"
+    payload: str | None = None
+    tokens_per_rank: int | None = None
+    transport: str = "auto"
+    timeout: float = DEFAULT_TIMEOUT_S
+
+    def __repr__(self) -> str:
+        """The sizes, and the options that are not the defaults."""
+        return f"MoEConfig({', '.join(f'{name}={value!r}' for name, value in self._changed().items())})"
+
+    def _changed(self) -> dict[str, Any]:
+        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
+
+
+def _options_of(config: MoEConfig, construct: Callable[..., Any]) -> dict[str, Any]:
+    """The options that are keyword-only arguments of another constructor, too."""
+    parameters = inspect.signature(construct).parameters.values()
+    names = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+    return {name: value for name, value in vars(config).items() if name in names}
+
+
+class MoELayer(nn.Layer):
+    """Mixture-of-experts block: router, permute, experts, weighted unpermute, plus shared experts.
+
+    Deterministic. If kernels run the GEMMs (see `moe_mlp`), a forward pass has no host synchronisation; with a group it
+    synchronises as `expert_parallel.ExpertParallel` does.
+
+    Args:
+        arguments: a `MoEConfig`, or its positional arguments.
+        group: ranks that share the experts, a group of `paddle.distributed` whose size divides num_experts; every rank
+            constructs the layer, with the same arguments. The router and the shared experts are the same on all ranks,
+            from the start. A rank has E / P experts, and tokens of its own; ``capacity_factor`` counts those. Only
+            dygraph. Gradients: see `expert_parallel.average_gradients`. None: this process has all experts.
+        options: the keyword arguments of a `MoEConfig`.
+
     The last forward pass sets these attributes; a copy of the layer starts without them. After a pass under
     paddle.jit.to_static they can be read inside the traced function, and with ``full_graph=True`` only inside it. Read
     the losses under ``recompute(..., use_reentrant=True)`` inside the recomputed function: outside they have no
     gradient.
 
     Attributes:
+        config: the options.
         tokens_per_expert: load for ``router.update_correction_bias``, dropped slots included: E ints, or on a GPU and
             in graphs an int32 tensor [E]. With a group those of this rank's tokens: add up the ranks' before the
             update.
@@ -94,84 +154,35 @@ class MoELayer(nn.Layer):
     """
 
     @misnamed(top_k="topk")
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        num_experts: int,
-        topk: int,
-        num_shared_experts: int = 1,
-        *,
-        scoring: str = "softmax",
-        correction_bias: bool = True,
-        norm_topk_prob: bool = True,
-        num_groups: int = 1,
-        topk_groups: int | None = None,
-        scores_per_group: int = 2,
-        scaling_factor: float = 1.0,
-        capacity_factor: float | None = None,
-        keep: str = "h",
-        workspace_mb: int = 1024,
-        accumulate: bool = False,
-        activation: str = "swiglu",
-        expert_bias: bool = False,
-        compute: str | None = None,
-        group: Any = None,
-        combine: str = "exact",
-        payload: str | None = None,
-        tokens_per_rank: int | None = None,
-        transport: str = "auto",
-        timeout: float = DEFAULT_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, *arguments: Any, group: Any = None, **options: Any) -> None:
         super().__init__()
-        name = "MoELayer"
-        travels: dict[str, Any] = {"combine": combine, "payload": payload, "tokens_per_rank": tokens_per_rank}
-        travels |= {"transport": transport, "timeout": timeout}
+        self.config = config = _config_of(*arguments, **options)
+        travels = _options_of(config, ExpertParallel)
         if group is None:
-            if transport == "peer" and tokens_per_rank is None:
-                _checks.bad_value(name, "group", 'given with transport="peer"', None)
-            check_travel(name, **travels)
+            if config.transport == "peer" and config.tokens_per_rank is None:
+                _checks.bad_value(_NAME, "group", 'given with transport="peer"', None)
+            check_travel(_NAME, **travels)
         else:
-            group = group_of(name, group)
-            settings: dict[str, Any] = {"hidden_size": hidden_size, "num_experts": num_experts}
-            settings |= {"intermediate_size": intermediate_size}
-            settings |= {"topk": topk, "num_shared_experts": num_shared_experts, "scoring": scoring}
-            settings |= {"correction_bias": correction_bias, "norm_topk_prob": norm_topk_prob}
-            settings |= {"num_groups": num_groups, "topk_groups": topk_groups, "scores_per_group": scores_per_group}
-            settings |= {"scaling_factor": scaling_factor, "capacity_factor": capacity_factor}
-            settings |= {"accumulate": accumulate, "activation": activation, "expert_bias": expert_bias}
-            settings |= {"compute": compute, "keep": keep, "workspace_mb": workspace_mb}
-            settings |= travels | {"the default dtype": paddle.get_default_dtype()}
-        with nullcontext() if group is None else raising_together(name, group, settings):
-            _checks.flag(name, "expert_bias", expert_bias)
-            num_shared_experts = _checks.integer(name, "num_shared_experts", num_shared_experts, 0)
-            with _checks.renaming("TopKRouter", name):
-                self.router = TopKRouter(
-                    hidden_size,
-                    num_experts,
-                    topk,
-                    scoring=scoring,
-                    correction_bias=correction_bias,
-                    norm_topk_prob=norm_topk_prob,
-                    num_groups=num_groups,
-                    topk_groups=topk_groups,
-                    scores_per_group=scores_per_group,
-                    scaling_factor=scaling_factor,
-                    capacity_factor=capacity_factor,
-                )
+            group = group_of(_NAME, group)
+        settings = {**vars(config), "the default dtype": paddle.get_default_dtype()}
+        with nullcontext() if group is None else raising_together(_NAME, group, settings):
+            _checks.flag(_NAME, "expert_bias", config.expert_bias)
+            num_shared_experts = _checks.integer(_NAME, "num_shared_experts", config.num_shared_experts, 0)
+            hidden_size, inner, num_experts = config.hidden_size, config.intermediate_size, config.num_experts
+            with _checks.renaming("TopKRouter", _NAME):
+                self.router = TopKRouter(hidden_size, num_experts, config.topk, **_options_of(config, TopKRouter))
             self.hidden_size = self.router.hidden_size
             own_experts = num_experts if group is None else max(num_experts // group.nranks, 1)
-            with _checks.renaming("SwiGLUExperts", name):
-                options: dict[str, Any] = {"keep": keep, "workspace_mb": workspace_mb, "accumulate": accumulate}
-                options |= {"activation": activation, "bias": expert_bias, "compute": compute}
-                self.experts = SwiGLUExperts(own_experts, hidden_size, intermediate_size, **options)
-            self.experts._name_in_errors = name
-            self.shared = SwiGLU(hidden_size, num_shared_experts * intermediate_size) if num_shared_experts else None
+            with _checks.renaming("SwiGLUExperts", _NAME):
+                sizes = own_experts, hidden_size, inner
+                self.experts = SwiGLUExperts(*sizes, bias=config.expert_bias, **_options_of(config, SwiGLUExperts))
+            self.experts._name_in_errors = _NAME
+            self.shared = SwiGLU(hidden_size, num_shared_experts * inner) if num_shared_experts else None
         self.parallel: ExpertParallel | None = None
         if group is not None:
-            if compute is not None and combine != "reduced":
-                _checks.bad_value(name, "compute", 'None with combine="exact" between ranks', repr(compute))
-            with _checks.renaming("ExpertParallel", name):
+            if config.compute is not None and config.combine != "reduced":
+                _checks.bad_value(_NAME, "compute", 'None with combine="exact" between ranks', repr(config.compute))
+            with _checks.renaming("ExpertParallel", _NAME):
                 self.parallel = parallel_of_agreed(num_experts, group, **travels)
             self.experts.draw_those_of(self.parallel.group.rank, self.parallel.group.nranks)
             start_as_one((self.router, self.shared), self.parallel.group)
@@ -297,10 +308,11 @@ class MoELayer(nn.Layer):
 
     def extra_repr(self) -> str:
         """Return what ``print(layer)`` says of it."""
-        if self.parallel is None:
-            return ""
-        group = self.parallel.group
-        return f"rank={group.rank} of {group.nranks}, combine={self.parallel.combines}, layer={self.parallel._layer}"
+        options = self.config._changed()
+        if self.parallel is not None:
+            group = self.parallel.group
+            options |= {"rank": f"{group.rank} of {group.nranks}", "layer": self.parallel._layer}
+        return ", ".join(f"{name}={value}" for name, value in options.items())
 
     def _may_drop(self) -> bool:
         """True if a capacity limits the number of slots."""
@@ -318,6 +330,28 @@ class MoELayer(nn.Layer):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_last": None}
 
+
+def _config_of(*arguments: Any, **options: Any) -> MoEConfig:
+    """The options of a layer from the arguments of its constructor."""
+    if arguments and isinstance(arguments[0], MoEConfig):
+        if len(arguments) > 1 or options:
+            others = ", ".join([*map(repr, arguments[1:]), *options])
+            _checks.bad_type(_NAME, "a MoEConfig", "the only argument besides group", f"{others} too")
+        return arguments[0]
+    try:
+        _OF_CONFIG.bind(*arguments, **options)
+    except TypeError as error:
+        raise TypeError(f"{_NAME}: {error}") from None
+    return MoEConfig(*arguments, **options)
+
+
+def _with_group(of_config: inspect.Signature) -> inspect.Signature:
+    group = inspect.Parameter("group", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Any)
+    return of_config.replace(parameters=[*of_config.parameters.values(), group])
+
+
+_OF_CONFIG = inspect.signature(MoEConfig)
+MoELayer.__signature__ = _with_group(_OF_CONFIG)
 
 _LEFT_BY_FORWARD = frozenset(("tokens_per_expert", "dropped_slots", "aux_loss", "z_loss"))
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""How many Python functions of the package a warm step of a layer over two ranks calls, and in how many files."""
+"""Limits of the Python calls in a warm step of a layer over two ranks, and of the files that these enter."""
 
 from __future__ import annotations
 

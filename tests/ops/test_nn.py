@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import warnings
 import weakref
 
@@ -15,7 +16,7 @@ from paddle.distributed.fleet.utils import recompute
 
 from paddle_moe_ops import use_backend
 from paddle_moe_ops.backends import resolve
-from paddle_moe_ops.nn import MoELayer, load_balance_loss, router_z_loss
+from paddle_moe_ops.nn import MoEConfig, MoELayer, load_balance_loss, router_z_loss
 from tests.ops.dense import (
     Options,
     assert_close,
@@ -398,10 +399,46 @@ def test_hooks_of_the_parts_are_called():
 def test_printing_a_layer_tells_its_sizes_and_its_dtype():
     layer = MoELayer(12, 6, 4, 2, capacity_factor=1.5, activation="geglu")
     layer.to(dtype="bfloat16")
-    assert repr(layer).split("\n")[1:-1] == [
+    assert repr(layer).split("\n")[:-1] == [
+        "MoELayer(hidden_size=12, intermediate_size=6, num_experts=4, topk=2, capacity_factor=1.5, activation=geglu",
         "  (router): TopKRouter(hidden_size=12, num_experts=4, topk=2, scoring=softmax, capacity_factor=1.5, "
         "dtype=bfloat16)",
         "  (experts): SwiGLUExperts(num_experts=4, hidden_size=12, intermediate_size=6, activation=geglu, bias=False, "
         "dtype=bfloat16)",
         "  (shared): SwiGLU(hidden_size=12, intermediate_size=6, dtype=bfloat16)",
     ]
+
+
+def test_a_config_makes_the_layer_that_its_options_make(place):
+    options = {"scoring": "sigmoid", "capacity_factor": 0.75, "activation": "geglu", "expert_bias": True}
+    config = MoEConfig(H, I, E, K, **options)
+    layers = []
+    for arguments, keywords in (((config,), {}), ((H, I, E, K), options)):
+        paddle.seed(3)
+        layers.append(MoELayer(*arguments, **keywords))
+    x = paddle.randn([T, H])
+    assert layers[0].config == layers[1].config == config
+    assert_same(layers[0](x).numpy(), layers[1](x).numpy())
+    assert repr(config) == (
+        f"MoEConfig(hidden_size={H}, intermediate_size={I}, num_experts={E}, topk={K}, scoring='sigmoid', "
+        "capacity_factor=0.75, activation='geglu', expert_bias=True)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "text"),
+    [
+        ((H, I, E), {}, "MoELayer: missing a required argument: 'topk'"),
+        ((H, I, E, K), {"experts": 3}, "MoELayer: got an unexpected keyword argument 'experts'"),
+        ((H, I, E, K, 1, "sigmoid"), {}, "MoELayer: too many positional arguments"),
+        ((H, I, E), {"top_k": K}, "MoELayer: the argument is called topk, but got top_k"),
+        (
+            (MoEConfig(H, I, E, K),),
+            {"topk": K},
+            "MoELayer: a MoEConfig must be the only argument besides group, but got topk too",
+        ),
+    ],
+)
+def test_arguments_of_a_layer_that_its_signature_lacks(arguments, options, text):
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+        MoELayer(*arguments, **options)

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""How many Python functions of the package a warm step of a layer calls, and in how many files."""
+"""Limits of the Python calls within the package in a warm step of a layer, and of the files that these enter."""
 
 from __future__ import annotations
 

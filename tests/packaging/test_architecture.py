@@ -37,6 +37,7 @@ LAYERS = (
             "backends.base",
             "backends.experts",
             "backends.gradients",
+            "backends.groups",
             "backends.host_checks",
             "backends.stacking",
             "backends.triton_arrays",
