@@ -7,6 +7,7 @@ No part depends on another, so the report works without Paddle or any other pack
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import subprocess
@@ -27,6 +28,16 @@ def available_memory() -> int:
     """Bytes of free memory of this machine."""
     lines = MEMORY_OF_MACHINE.read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def num_threads() -> int:
+    """Return the number of threads of the CPU operators: the requested one, or the limit of cores and quotas."""
+    return ctypes.CDLL(str(_build_check.library())).pmo_num_threads()
+
+
+def used_cpu_isa() -> str:
+    """Return the instruction set of the CPU operators, one of `_env.CPU_ISAS`."""
+    return _env.CPU_ISAS[ctypes.CDLL(str(_build_check.library())).pmo_used_cpu_isa()]
 
 
 def collect() -> dict[str, Any]:
@@ -110,7 +121,7 @@ def _compiled_library() -> dict[str, Any]:
 
         reason = compiled.backend.unavailable()
         if reason is None:
-            isa, threads = compiled.used_cpu_isa(), compiled.num_threads()
+            isa, threads = used_cpu_isa(), num_threads()
     return {
         "loads": reason is None,
         "reason": reason,

@@ -44,13 +44,10 @@ _FILL = {"all": 3, "meta": 2, "none": 0}
 _CHECKS = {Validation.OFF: 0, Validation.DATA: 1 | 2 | 4, Validation.ALL: 1 | 2 | 4 | 8}
 _COUNTED, _COUNTS_IN_LIST, _COUNTS_IN_TENSOR = range(3)
 
-# Fast paths: the library checks the arguments and runs the operator in one call. The slow path's checks and its choice
-# of a backend take several times as long as the operator on a few tokens. A fast path returns None, and the caller
-# falls back to the slow path, if
-# - an argument is not a dense tensor, or shapes do not fit,
-# - PADDLE_MOE_OPS_BACKEND or PADDLE_MOE_OPS_VALIDATE is set,
-# - a tensor requires a gradient. Some return True instead: the arguments fit, so call the operator without checks.
-# Callers check `use_backend` first.
+# Fast paths check the arguments and run the operator in one call; checks in Python take several times as long as the
+# operator on a few tokens. They return None, for the slow path, if an argument is not a dense tensor or does not fit, or
+# PADDLE_MOE_OPS_BACKEND or PADDLE_MOE_OPS_VALIDATE is set. If a tensor requires a gradient, they return None, or True:
+# the arguments fit, so the operator needs no checks. Callers check `use_backend` first.
 QUICK = (
     "quick_permute",
     "quick_unpermute",
@@ -95,20 +92,8 @@ def gpus_without_kernels() -> dict[int, str]:
     if info is None or not paddle.is_compiled_with_cuda():
         return {}
     gpus = paddle.device.cuda
-    reasons = {
-        gpu: _build_check.gpu_problem(info, gpus.get_device_capability(gpu)) for gpu in range(gpus.device_count())
-    }
-    return {gpu: reason for gpu, reason in reasons.items() if reason is not None}
-
-
-def num_threads() -> int:
-    """Return the number of threads of the CPU operators: the requested one, or the limit of cores and quotas."""
-    return ctypes.CDLL(str(LIBRARY)).pmo_num_threads()
-
-
-def used_cpu_isa() -> str:
-    """The instruction set of the CPU operators, one of `_env.CPU_ISAS`."""
-    return _env.CPU_ISAS[ctypes.CDLL(str(LIBRARY)).pmo_used_cpu_isa()]
+    all_reasons = [_build_check.gpu_problem(info, gpus.get_device_capability(i)) for i in range(gpus.device_count())]
+    return {gpu: reason for gpu, reason in enumerate(all_reasons) if reason is not None}
 
 
 def _load_direct() -> None:
@@ -170,6 +155,29 @@ def has_operators(x: Tensor) -> bool:
     if x.place.is_cpu_place() or is_on_rig:
         return True
     return x.place.is_gpu_place() and backend.cannot_run_on(x) is None
+
+
+def moe_mlp(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, plan: Any, *, float8: bool = False, **options: bool
+) -> Tensor:
+    """Return each token's weighted sum of the outputs of its SwiGLU experts; differentiable once.
+
+    Args:
+        x: float32, float16 or bfloat16 [T, d].
+        gate_up: [E, d, 2n], or [E, 2n, d] with ``transpose``; dtype of ``x``.
+        down: [E, n, d], or [E, d, n].
+        weights: float32 [N], per row.
+        plan: the map of tokens to rows.
+        float8: whether GEMMs have float8 operands. Without hardware support they multiply quantised values in float32.
+        options: ``transpose`` and ``keeps_hidden``, as in `MlpSpec`.
+    """
+    operands = x, gate_up, down, weights
+    wanted = [not each.stop_gradient for each in operands]
+    keeps = options["keeps_hidden"] and any(wanted) and paddle.is_grad_enabled()
+    maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets
+    out, hidden = _run(f"moe_mlp{'_float8' * float8}", *operands, *maps, options["transpose"], keeps, *wanted)
+    _stop_gradients(hidden)
+    return out
 
 
 def _declines(*_: Any) -> Any:
@@ -247,20 +255,15 @@ class LayerOperators:
                 weights = paddle.ones_like(plan.row_to_token, dtype="float32")
             elif spec.weights_by_slot:
                 weights = backend.slots_to_rows(weights, plan)
-            tokens = x
-            gate_up, down = [
+            stacked = (
                 each if isinstance(each, (Tensor, GraphValue)) else paddle.stack(each) for each in (gate_up, down)
-            ]
+            )
+            tokens, (gate_up, down) = x, stacked
             if gate_up.dtype != x.dtype or down.dtype != x.dtype:
                 tokens, gate_up, down = float32(x), float32(gate_up), float32(down)
-            maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets
-            operands = tokens, gate_up, down, weights
-            wanted = [not each.stop_gradient for each in operands]
-            keeps = spec.keeps_hidden and any(wanted) and paddle.is_grad_enabled()
-            operator = "moe_mlp" if spec.compute is None else "moe_mlp_float8"
-            out, hidden = _run(operator, *operands, *maps, spec.transpose, keeps, *wanted)
-            _stop_gradients(hidden)
-            return to_dtype(out, x.dtype)
+            options = {"transpose": spec.transpose, "keeps_hidden": spec.keeps_hidden}
+            float8 = spec.compute is not None
+            return to_dtype(moe_mlp(tokens, gate_up, down, weights, plan, **options, float8=float8), x.dtype)
 
 
 class CompiledBackend:
@@ -414,8 +417,7 @@ class CompiledBackend:
         stand_in = routemap[:, :1].astype("float32")  # rows that are not permuted
         outputs = list(self.moe_permute(stand_in, None, routemap, probs, counts, spec._replace(do_gather=False)))
         if spec.do_gather:
-            slot_to_row, token_rows, row_to_token, *_ = self.route(routemap, None, counts, spec.route)
-            maps = slot_to_row, token_rows, row_to_token
+            maps = self.route(routemap, None, counts, spec.route)[:3]
             outputs[0], outputs[3] = self._permute(hidden_states, scale, maps, spec.fill_padding)
             _stop_gradients(outputs[0], outputs[3])
         else:
@@ -478,7 +480,7 @@ class CompiledBackend:
     def make_row_id_map(
         self, token_rows: Tensor, row_to_expert: Tensor, pad_offsets: Tensor | None, num_experts: int
     ) -> Tensor:
-        (row_id_map,) = _run("make_row_id_map", token_rows, row_to_expert, pad_offsets, num_experts)
+        row_id_map = _run("make_row_id_map", token_rows, row_to_expert, pad_offsets, num_experts)[0]
         _stop_gradients(row_id_map)
         return row_id_map
 

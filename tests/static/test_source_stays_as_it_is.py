@@ -41,6 +41,7 @@ from paddle_moe_ops.compat import (
     transformer_engine_jax,
 )
 from paddle_moe_ops.nn import (
+    MoEConfig,
     MoELayer,
     RouterOutput,
     SwiGLU,
@@ -222,7 +223,12 @@ def with_guards(place: Any) -> tuple[Callable[..., Any], list[Any]]:
 
 def with_layers(place: Any) -> tuple[Callable[..., Any], list[Any]]:
     paddle.seed(5)
-    layer, router, shared, experts = MoELayer(H, 4, E, K), TopKRouter(H, E, K), SwiGLU(H, 4), SwiGLUExperts(E, H, 4)
+    layer, router, shared, experts = (
+        MoELayer(MoEConfig(H, 4, E, K)),
+        TopKRouter(H, E, K),
+        SwiGLU(H, 4),
+        SwiGLUExperts(E, H, 4),
+    )
     matrices = experts.gate_up, experts.down
 
     def run(x):
@@ -245,7 +251,17 @@ PROGRAMS: dict[str, tuple[Program, set[Any]]] = {
     "guards": (with_guards, {unpatch_paddle, patched_paddle, patch_paddle, use_backend, route, Plan, permute, explain}),
     "layers": (
         with_layers,
-        {MoELayer, TopKRouter, SwiGLU, SwiGLUExperts, RouterOutput, set_is_first_microbatch, Float8Matrices, moe_mlp}
+        {
+            MoEConfig,
+            MoELayer,
+            TopKRouter,
+            SwiGLU,
+            SwiGLUExperts,
+            RouterOutput,
+            set_is_first_microbatch,
+            Float8Matrices,
+            moe_mlp,
+        }
         | {load_balance_loss, router_z_loss},
     ),
 }
