@@ -229,7 +229,7 @@ def test_every_tile_of_many_experts_is_stored_once_in_every_launch(device, exper
 
 @pytest.mark.parametrize("topk", [1, 2])
 def test_without_weights_rows_are_added_up_as_they_are(rng, device, topk):
-    problem = Problem(rng, Case(60, topk=topk), weighted=False)
+    problem = Problem(rng, Case(23, topk=topk), weighted=False)
     made = problem.run(device)
     assert "weights" not in made
     assert_near(made, problem.due())
@@ -259,7 +259,7 @@ def test_windows_of_columns_begin_where_scales_do(rng, device, monkeypatch):
 
 
 def test_the_first_product_is_made_again_where_it_was_not_kept(rng, device):
-    problem = Problem(rng, Case(60))
+    problem = Problem(rng, Case(23))
     whole, again = problem.run(device), problem.run(device, keeps=False)
     for name, value in again.items():
         assert_same_bits(value, whole[name])
@@ -273,7 +273,9 @@ def test_gradients_where_the_first_product_was_kept_in_float8_are_those_of_the_o
     assert_near({name: each for name, each in made.items() if not name.startswith("hidden")}, due)
 
 
-@pytest.mark.parametrize("case", ["several tiles of an expert", "padding", "one expert"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("several tiles of an expert", marks=pytest.mark.slow), "padding", "one expert"]
+)
 def test_what_is_kept_in_float8_is_the_first_product_by_the_rule_bit_for_bit(rng, device, case):
     problem = Problem(rng, CASES[case])
     gates = problem.gate_up[..., : CASES[case].inner]
@@ -288,9 +290,9 @@ def test_what_is_kept_in_float8_is_the_first_product_by_the_rule_bit_for_bit(rng
 
 def test_gradients_are_those_of_codes_times_scales_bit_for_bit(rng, device):
     """Numbers that float8 holds exactly come back as they were."""
-    problem = Problem(rng, Case(150, 144, 256, 2, 1, unassigned=0.0))
+    problem = Problem(rng, Case(61, 144, 256, 2, 1, unassigned=0.0))
     problem.x = np.zeros_like(problem.x)
-    problem.x[np.arange(150), np.arange(150) % 144] = BF16(1)
+    problem.x[np.arange(61), 2 * np.arange(61)] = BF16(1)
     grid = rng.integers(-15, 16, problem.gate_up.shape) * 2.0 ** rng.integers(-4, 1, problem.gate_up.shape)
     grid[:, :, ::128] = 28  # the scale is 1/16, of matrices and of rows
     problem.gate_up = grid.astype(BF16)
@@ -339,11 +341,11 @@ def test_only_what_is_wanted_is_made(rng, device, number):
 
 
 def test_nan_of_one_expert_stays_with_its_rows(rng, device):
-    problem = Problem(rng, Case(90, topk=1, unassigned=0.0))
+    problem = Problem(rng, Case(31, topk=1, unassigned=0.0))
     problem.gate_up[1] = np.nan
     made = problem.run(device)
     first = problem.plan.expert_offsets[1]
-    bad = np.zeros(90, bool)
+    bad = np.zeros(31, bool)
     bad[problem.plan.row_to_token[first : first + problem.plan.tokens_per_expert[1]]] = True
     assert np.isnan(made["out"][bad].astype(np.float32)).all()
     for each in (made["out"][~bad], made["x"][~bad], made["gate_up"][[0, 2]], made["down"][[0, 2]]):
