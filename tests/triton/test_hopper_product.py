@@ -17,11 +17,11 @@ from paddle_moe_ops.triton.gemm import gpu_facts, mlp
 from paddle_moe_ops.triton.gemm.types import Gpu
 from paddle_moe_ops.triton.hopper_product import GroupedProductParams, LibraryKernel, grouped_product_of
 from paddle_moe_ops.triton.launch.kernel_cache import KernelCache
-from tests.pairwise import pairwise
+from tests.pairwise import in_turn, pairwise
 
 from .library_in_numpy import HOPPER, fields_in_header, launches_of, use_products
 from .problems import EXPERTS_AT_LIMITS
-from .test_moe_mlp import BY_LAYOUT, Case, Problem, assert_all_same
+from .test_moe_mlp import BY_LAYOUT, LAYOUTS, Case, Problem, assert_all_same
 
 CASES = {
     "several tiles of an expert": Case(170, 24, 8, 2, 2, unassigned=0.1),
@@ -33,15 +33,6 @@ CASES = {
 }
 # So that blocks are handed tiles after their first ones. Interpreted, they take long.
 MANY_TILES = {"more tiles than multiprocessors": Case(1200, 24, 8, 700, 2)}
-
-
-def by_case(cases: dict[str, Case], slow: dict[str, Case]) -> pytest.MarkDecorator:
-    """Runs a test with each case; with the slow ones as slow tests."""
-    parameters = [
-        *(pytest.param(case, id=name) for name, case in cases.items()),
-        *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in slow.items()),
-    ]
-    return pytest.mark.parametrize("case", parameters)
 
 
 TILE_ROWS = [hopper_product.TILE_ROWS, hopper_product.TURNED_ROWS]
@@ -141,9 +132,20 @@ GATHERED_CASES = {
 
 
 @ONE_THAT_GATHERS
-@BY_LAYOUT
-@by_case(GATHERED_CASES, MANY_TILES | {"several tiles of many experts": Case(900, 136, 128, 40, 4)})
+@in_turn({"case": GATHERED_CASES, "transpose": LAYOUTS})
 def test_rows_that_are_gathered_give_the_bits_of_the_oracle(rng, device, gathered, case, transpose):
+    check_gathered_rows(rng, device, gathered, case, transpose)
+
+
+@pytest.mark.slow
+@ONE_THAT_GATHERS
+@BY_LAYOUT
+@pytest.mark.parametrize("case", [*MANY_TILES.values(), Case(900, 136, 128, 40, 4)], ids=[*MANY_TILES, "many experts"])
+def test_rows_of_many_tiles_that_are_gathered_give_the_bits_of_the_oracle(rng, device, gathered, case, transpose):
+    check_gathered_rows(rng, device, gathered, case, transpose)
+
+
+def check_gathered_rows(rng, device, gathered, case, transpose):
     problem = Problem(rng, case, ml_dtypes.bfloat16, transpose)
     made, due = problem.run(device), problem.due()
     live = problem.plan.row_to_token[: problem.end] >= 0
@@ -157,8 +159,8 @@ def test_rows_that_are_gathered_give_the_bits_of_the_oracle(rng, device, gathere
 @ONE_THAT_GATHERS
 def test_the_buffer_of_gathered_rows_holds_columns_alone(rng, device, gathered, monkeypatch):
     monkeypatch.setattr(mlp, "_COLUMN_STEP", 16)
-    problem = Problem(rng, Case(170, 32, 8, 3, 2, unassigned=0.0), np.float16, False)
-    assert_all_same(problem.run(device, 340 * 16 * 2), problem.due())
+    problem = Problem(rng, Case(50, 32, 8, 3, 2, unassigned=0.0), np.float16, False)
+    assert_all_same(problem.run(device, 100 * 16 * 2), problem.due())
     assert {each["first_row"] for each in gathered} == {0}
 
 
@@ -197,16 +199,16 @@ def test_tokens_that_lie_apart_are_gathered(rng, device, gathered):
     assert [each["x_row_stride"] for each in gathered][:1] == [72]
 
 
-@BY_LAYOUT
-def test_tiles_of_columns_may_be_half_empty(rng, device, transpose):
+@in_turn({"tile_rows": TILE_ROWS, "transpose": LAYOUTS}, indirect=["tile_rows"])
+def test_tiles_of_columns_may_be_half_empty(rng, device, tile_rows, transpose):
     problem = Problem(rng, Case(41, 72, 328, 2, 2), ml_dtypes.bfloat16, transpose)  # beyond what float16 has
     assert_all_same(problem.run(device), problem.due())
 
 
 def test_windows_change_no_bit(rng, device, launched, monkeypatch):
     monkeypatch.setattr(mlp, "_COLUMN_STEP", 16)
-    problem = Problem(rng, Case(170, 32, 8, 3, 2, unassigned=0.0), ml_dtypes.bfloat16, False)
-    assert_all_same(problem.run(device, 260 * 32 * 2), problem.due())
+    problem = Problem(rng, Case(110, 32, 8, 3, 2, unassigned=0.0), ml_dtypes.bfloat16, False)
+    assert_all_same(problem.run(device, 170 * 32 * 2), problem.due())
     assert max(each["first_row"] for each in launched) > 0
     assert sum(each["result"] == hopper_product.PLAIN for each in launched) > 2
 
@@ -216,8 +218,8 @@ def test_windows_change_no_bit(rng, device, launched, monkeypatch):
 def test_one_pass_may_gather_where_the_other_one_moves_windows(rng, device, launched, monkeypatch, backward):
     monkeypatch.setattr(mlp, "_COLUMN_STEP", 16)
     monkeypatch.setattr(mlp, "gathers", lambda *sizes: sizes[5] == backward)  # whether rows are moved twice
-    problem = Problem(rng, Case(170, 32, 8, 3, 2, unassigned=0.0), ml_dtypes.bfloat16, False)
-    assert_all_same(problem.run(device, 260 * 32 * 2), problem.due())
+    problem = Problem(rng, Case(110, 32, 8, 3, 2, unassigned=0.0), ml_dtypes.bfloat16, False)
+    assert_all_same(problem.run(device, 170 * 32 * 2), problem.due())
     moves = hopper_product.GATED if backward else hopper_product.GRADIENT
     assert {each["result"] for each in launched if each["first_row"] > 0} == {moves}
 
