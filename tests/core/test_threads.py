@@ -26,7 +26,7 @@ from .conftest import CHOSEN_LIBRARY, LIBRARY
 from .inputs import LARGE
 from .operators.route import route
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = [pytest.mark.long, pytest.mark.cpu_only]
 
 # A sanitizer sees in two runs what it sees in ten.
 RUNS = 2 if CHOSEN_LIBRARY else 10

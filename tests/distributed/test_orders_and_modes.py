@@ -30,7 +30,7 @@ from .test_arguments_stay import state
 from .test_expert_parallel_errors import caught
 from .test_expert_parallel_layer import arrays
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = [pytest.mark.long, pytest.mark.cpu_only]
 
 RANKS, HIDDEN, INNER, EXPERTS, TOPK, MOST_TOKENS = 2, 64, 12, 6, 3, 11
 BFLOAT16_ERROR = 0.02  # relative to the norm

@@ -29,7 +29,7 @@ from tests.packaging.public_api import public_modules
 from tests.params import FLOAT8_DTYPES, SUM_DTYPES
 from tests.scenarios.test_every_function import OF_MEMORY, left_out, public_functions
 
-pytestmark = pytest.mark.cpu_only  # triton's kernels are interpreted
+pytestmark = [pytest.mark.long, pytest.mark.cpu_only]  # triton's kernels are interpreted
 
 EVERY_CALL = [*CALLS, *FURTHER_CALLS]
 OTHER_MAPS = maps_of(np.where(IDS[::-1] >= 0, E - 1 - IDS[::-1], IDS[::-1]))

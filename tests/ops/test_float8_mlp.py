@@ -24,6 +24,8 @@ from tests.ops.test_moe_mlp import AXES, BACKENDS, BUFFER_SIZES, BY_DTYPE, BY_LA
 from tests.pairwise import in_turn, pairwise
 from tests.params import EMPTY, MANY_EXPERTS, ODD, ONE_TOKEN, PADDED
 
+pytestmark = pytest.mark.long
+
 FLOAT8 = "fp8_1x128"
 BF16 = ml_dtypes.bfloat16
 

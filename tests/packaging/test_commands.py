@@ -17,6 +17,8 @@ from paddle_moe_ops import _build_check, _env
 from paddle_moe_ops.testing import selftest
 from tests.packaging.subprocesses import copy_without_library, run_command, run_python
 
+pytestmark = pytest.mark.long
+
 NEEDS_PADDLE = "paddle_moe_ops needs PaddlePaddle 3.2 or 3.3, which cannot be imported ("
 OPTIONAL = ("paddle", "triton", "torch", "ml_dtypes", "numpy", "rich", "matplotlib")
 

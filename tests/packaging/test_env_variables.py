@@ -13,6 +13,8 @@ from paddle_moe_ops import _env
 from tests.packaging.subprocesses import run_python
 from tests.pairwise import in_turn
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 PRINT_THREADS = "from paddle_moe_ops import _env; print(_env.num_threads())"
 

@@ -18,6 +18,8 @@ from tests.ops.dense import assert_close, results
 
 from .operations import FLOAT8_EXPERTS, OPERATIONS, T, loss_of, make_inputs
 
+pytestmark = pytest.mark.long
+
 H, I, E, K, A = 12, 6, 3, 2, 4  # noqa: E741
 NOTHING = pytest.mark.parametrize(("tokens", "routed"), [(0, True), (T, False)], ids=["no tokens", "no rows"])
 BY = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "hooks"])

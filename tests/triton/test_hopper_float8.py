@@ -36,6 +36,8 @@ from .library_in_numpy import (
 )
 from .problems import EXPERTS_AT_LIMITS
 
+pytestmark = pytest.mark.long
+
 BY_LAYOUT = pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
 BF16 = ml_dtypes.bfloat16
 LARGE = 1 << 28

@@ -24,6 +24,8 @@ from .library_in_numpy import HOPPER, fields_in_header, kernel_for, launches_of,
 from .problems import EXPERTS_AT_LIMITS
 from .test_moe_mlp import Case, Problem, assert_all_same, without_sign_of_zero
 
+pytestmark = pytest.mark.long
+
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 BY_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 

@@ -23,6 +23,8 @@ from .library_in_numpy import HOPPER, fields_in_header, launches_of, use_product
 from .problems import EXPERTS_AT_LIMITS
 from .test_moe_mlp import BY_LAYOUT, LAYOUTS, Case, Problem, assert_all_same
 
+pytestmark = pytest.mark.long
+
 CASES = {
     "several tiles of an expert": Case(170, 24, 8, 2, 2, unassigned=0.1),
     "a few rows": Case(13, 32, 8, 5, 2),
