@@ -55,9 +55,10 @@ $(VENV)/stamp-built: $(VENV)/stamp-deps $(BUILD_INPUTS)
 demo: $(VENV)/stamp-built ## train a small MoE language model and show that it is right; options in DEMO_ARGS
 	$(PY) -m examples.demo $(DEMO_ARGS)
 
-# A file stays with one worker: some have fixtures that take long. A worker that dies, or a test of half an hour, ends the run:
-# with a new worker in the old one's place, those that have no work left may wait for more forever (pytest-xdist 3.8).
-WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile --max-worker-restart=0 \
+# A file stays with one worker: some have fixtures that take long. Files begin in the order of tests/conftest.py, where pytest-xdist
+# would begin with those of many tests. A worker that dies, or a test of half an hour, ends the run: with a new worker in the old
+# one's place, those that have no work left may wait for more forever (pytest-xdist 3.8).
+WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0 \
   -o faulthandler_timeout=1800 -o faulthandler_exit_on_timeout=true
 
 test: $(VENV)/stamp-built core ## the test suite; options in PYTEST_ARGS
@@ -234,8 +235,8 @@ gpu-standin: $(VENV)/stamp-built ## the tests of operators, graphs and scenarios
 gpu-report: $(VENV)/stamp-deps ## build/pages/gpu_validation.md from benchmarks/results/gpu_tests; fails if a point is open
 	$(PY) tools/gpu_rig/report.py
 
-check-place: $(VENV)/stamp-deps ## compile the bindings for a CUDA build of Paddle, and the kernels for every generation
-	$(MAKE) -f tools/gpu_rig/Makefile check-place check-cuda PADDLE_INCLUDE="$$($(PY) -c 'import paddle; print(paddle.sysconfig.get_include())')"
+check-place: $(VENV)/stamp-deps check-cuda ## compile the bindings for a CUDA build of Paddle, and the kernels for every generation
+	$(MAKE) -f tools/gpu_rig/Makefile check-place PADDLE_INCLUDE="$$($(PY) -c 'import paddle; print(paddle.sysconfig.get_include())')"
 
 check-cuda: ## the kernels alone, which need nvcc and no environment
 	$(MAKE) -f tools/gpu_rig/Makefile check-cuda

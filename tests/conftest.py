@@ -64,19 +64,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = sorted(left, key=lambda item: item.get_closest_marker("long") is None)
 
 
-# Modules whose tests trace bytecode often: Paddle collects garbage whenever it does.
-TRACING = {"test_capacity", "test_layer_programs", "test_quantize", "test_to_static", "test_trained_routers"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def collections_are_quick(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Python's collector leaves out imported objects while a module of `TRACING` runs."""
-    traces = request.module.__name__.rpartition(".")[2] in TRACING
-    if traces:
-        gc.freeze()
+@pytest.fixture(scope="module")
+def frozen_imports() -> Iterator[None]:
+    """Python's collector leaves out imported objects: Paddle collects garbage whenever it traces bytecode."""
+    gc.freeze()
     yield
-    if traces:
-        gc.unfreeze()
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

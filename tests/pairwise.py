@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Covering grids for tests with many parameters: all pairs of values of any two axes, not all combinations."""
+"""Covering grids for tests with many parameters: all pairs of values of any two axes, or all values of each."""
 
 from __future__ import annotations
 
@@ -27,26 +27,41 @@ def pairwise(
     value covers only the pairs that contain it. ``indirect`` is that of ``parametrize``. With ``others_are_slow`` the
     remaining combinations are slow tests.
     """
-    labels = [[_label(each) for each in axis] for axis in axes.values()]
-    values = [list(axis.values() if isinstance(axis, Mapping) else axis) for axis in axes.values()]
-    names = [[name.strip() for name in axis.split(",")] for axis in axes]
-
     nothing = {
         (place, index)
-        for place, (axis, of_axis) in enumerate(zip(axes, values, strict=True))
-        for index, value in enumerate(of_axis)
+        for place, (axis, values) in enumerate(axes.items())
+        for index, value in enumerate(_values(values))
         if value in (empty or {}).get(axis, ())
     }
-    sizes = [len(axis) for axis in values]
-    covered = covering(sizes, nothing)
+    return _mark(axes, covering([len(axis) for axis in axes.values()], nothing), indirect, others_are_slow)
+
+
+def in_turn(axes: Mapping[str, Axis], *, indirect: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """Return a ``parametrize`` mark whose cases cover the values of each axis; other combinations are slow tests.
+
+    Case i has value i of each axis; an axis begins again after its last value.
+    """
+    sizes = [len(axis) for axis in axes.values()]
+    return _mark(axes, [tuple(turn % size for size in sizes) for turn in range(max(sizes))], indirect, True)
+
+
+def _mark(
+    axes: Mapping[str, Axis], covered: Sequence[tuple[int, ...]], indirect: Sequence[str], others_are_slow: bool
+) -> pytest.MarkDecorator:
+    labels = [[_label(each) for each in axis] for axis in axes.values()]
+    names = [[name.strip() for name in axis.split(",")] for axis in axes]
     marked = []
-    for case in itertools.product(*map(range, sizes)) if others_are_slow else covered:
+    for case in itertools.product(*(range(len(axis)) for axis in axes.values())) if others_are_slow else covered:
         arguments: list[Any] = []
-        for axis, of_axis, index in zip(names, values, case, strict=True):
-            arguments += of_axis[index] if len(axis) > 1 else [of_axis[index]]
+        for axis, values, index in zip(names, map(_values, axes.values()), case, strict=True):
+            arguments += values[index] if len(axis) > 1 else [values[index]]
         label = "-".join(axis[index] for axis, index in zip(labels, case, strict=True))
         marked.append(pytest.param(*arguments, id=label, marks=[] if case in covered else pytest.mark.slow))
     return pytest.mark.parametrize([name for axis in names for name in axis], marked, indirect=indirect)
+
+
+def _values(axis: Axis) -> list[Any]:
+    return list(axis.values() if isinstance(axis, Mapping) else axis)
 
 
 def covering(

@@ -45,7 +45,7 @@ _CHECKS = {Validation.OFF: 0, Validation.DATA: 1 | 2 | 4, Validation.ALL: 1 | 2 
 _COUNTED, _COUNTS_IN_LIST, _COUNTS_IN_TENSOR = range(3)
 
 # Fast paths check the arguments and run the operator in one call; checks in Python take several times as long as the
-# operator on a few tokens. They return None, for the slow path, if an argument is not a dense tensor or does not fit, or
+# operator on a few tokens. They return None, for the slow path, if an argument is no dense tensor or does not fit, or
 # PADDLE_MOE_OPS_BACKEND or PADDLE_MOE_OPS_VALIDATE is set. If a tensor requires a gradient, they return None, or True:
 # the arguments fit, so the operator needs no checks. Callers check `use_backend` first.
 QUICK = (
@@ -311,8 +311,7 @@ class CompiledBackend:
         return tuple(outputs)
 
     def permute(self, x: Tensor, scale: Tensor | None, plan: Any, fill_padding: str) -> Tensors:
-        maps = plan.slot_to_row, plan.token_rows, plan.row_to_token
-        x = constant_if_float8(x)
+        x, maps = constant_if_float8(x), (plan.slot_to_row, plan.token_rows, plan.row_to_token)
         rows, scales = self._permute(x, scale, maps, fill_padding)
         if not rows.stop_gradient:
             _stop_gradients(scales, *([rows] if x.dtype in FLOAT8 else []))

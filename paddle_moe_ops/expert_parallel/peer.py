@@ -9,6 +9,7 @@ are allocated in pairs, which exchanges use alternately: see `Barrier`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -105,6 +106,7 @@ class TokenChannel:
         rows_per_rank: S, at least the capacity.
         scale_columns: columns of a token's scales from `quantize_1x128`; 0 without float8.
         state: of the barrier.
+        wait: see `Barrier.wait`; within the timeout.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class TokenChannel:
     ) -> None:
         width, ranks = like.shape[1], group.nranks
         self.timeout, self._barrier, self.state = timeout, barrier, barrier.state
+        self.wait = functools.partial(barrier.wait, timeout=timeout)
         self.meet(step)
         page, row_bytes = granularity(like.place), width * like.element_size()
         multiple = page // math.gcd(page, row_bytes)
@@ -152,10 +155,6 @@ class TokenChannel:
     def meet(self, step: Step) -> None:
         """Wait on the host for all ranks, before they allocate buffers together."""
         self._barrier.meet(step, self.timeout)
-
-    def wait(self, step: Step, forward_calls: Tensor | None = None) -> Tensor:
-        """Let later work wait until all ranks have arrived: see `Barrier.wait`."""
-        return self._barrier.wait(step, self.timeout, forward_calls)
 
     def arrivals(self, beside: Tensor, step: Step) -> Arrivals:
         """Wait for the ranks, read their records, and route the tokens.

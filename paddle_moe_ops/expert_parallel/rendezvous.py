@@ -317,14 +317,14 @@ class Barrier:
                 view._bump_inplace_version()
         return self._exchange % 2
 
-    def wait(self, step: Step, timeout: float, forward_calls: Tensor | None = None) -> Tensor:
+    def wait(self, step: Step, forward_calls: Tensor | None = None, *, timeout: float) -> Tensor:
         """Let later work wait until all ranks have arrived.
 
         Args:
             step: the current pass of this rank's call.
-            timeout: the time limit in seconds.
             forward_calls: in a backward pass, the calls of all ranks in the forward pass. If a rank does not run the
                 backward pass, this one does not wait for it.
+            timeout: the time limit in seconds.
 
         Returns:
             int32 [P, CALL_WORDS], the calls of all ranks.
@@ -344,7 +344,7 @@ class Barrier:
 
     def meet(self, step: Step, timeout: float) -> None:
         """Wait for all ranks on the host, before they allocate buffers together."""
-        self.wait(step, timeout)
+        self.wait(step, timeout=timeout)
         self.state.tolist()
         if self._report[0]:
             self._raise()

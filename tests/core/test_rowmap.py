@@ -12,6 +12,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
 
+from ..pairwise import pairwise
 from ..params import Shape
 from ..reference.cases import assert_same_bits
 from .binding import Core, CoreError
@@ -81,10 +82,15 @@ def check(core: Core, rowmap: NDArray, num_rows: int, ids: NDArray, duplicates: 
     assert_same_bits(values, np.append(row_values, np.float32(0))[rows])
 
 
-@pytest.mark.parametrize("duplicates", ["first", "each"])
-@pytest.mark.parametrize("dtype", [np.int32, np.int64], ids=["int32", "int64"])
-@pytest.mark.parametrize("kind", ROUTINGS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pairwise(
+    {
+        "shape": SHAPES,
+        "kind": [*ROUTINGS],
+        "dtype": {"int32": np.int32, "int64": np.int64},
+        "duplicates": ["first", "each"],
+    },
+    others_are_slow=True,
+)
 def test_clean_maps_equal_the_oracle(core: Core, shape: Shape, kind: str, dtype: DTypeLike, duplicates: str) -> None:
     ids = make_ids(kind, shape, seed=1, dtype=dtype)
     plan = make_problem(ids, shape.E, shape.A).plan

@@ -20,6 +20,8 @@ from paddle_moe_ops.expert_parallel.parameters import gradient_of
 from .processes import run
 from .test_expert_parallel_errors import caught, end_rank_1
 
+pytestmark = pytest.mark.long
+
 
 def parameter(shape: list[int], dtype: str = "float32", gradient: float | None = 1.0, main: bool = False) -> Any:
     start = paddle.nn.initializer.Constant(0.0)

@@ -22,6 +22,8 @@ from .problems import on_this_device
 from .processes import run
 from .test_expert_parallel_errors import caught
 
+pytestmark = pytest.mark.long
+
 TOKENS, HIDDEN, INNER, EXPERTS, TOPK = 9, 64, 20, 6, 2
 PEER: dict[str, Any] = {"transport": "peer", "tokens_per_rank": TOKENS}
 OPTIONS = [

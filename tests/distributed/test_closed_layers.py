@@ -23,6 +23,8 @@ from . import fake_deep_ep, processes
 from .processes import run
 from .test_expert_parallel_errors import caught
 
+pytestmark = pytest.mark.long
+
 TOKENS, HIDDEN, INNER, EXPERTS, TOPK = 9, 64, 24, 4, 2
 PEER: dict[str, Any] = {"transport": "peer", "tokens_per_rank": TOKENS}
 CLOSED = "RuntimeError: ExpertParallel: close() was called, so this layer exchanges no more tokens; make a new one"

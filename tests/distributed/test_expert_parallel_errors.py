@@ -26,6 +26,8 @@ from paddle_moe_ops.nn import MoELayer
 
 from .processes import run
 
+pytestmark = pytest.mark.long
+
 X, IDS, PROBS = [[1.0, 2.0], [3.0, 4.0]], [[0, 1], [3, -1]], [[0.5, 0.5], [1.0, 0.0]]
 
 

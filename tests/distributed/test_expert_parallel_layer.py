@@ -26,6 +26,8 @@ from paddle_moe_ops.testing.tolerances import assert_close_float8
 
 from .processes import run
 
+pytestmark = pytest.mark.long
+
 SIZES = 8, 12, 4, 2  # H, I, E, K
 HIDDEN = SIZES[0]
 OF_GROUPS = "combine", "payload", "tokens_per_rank", "transport"  # options that need a group

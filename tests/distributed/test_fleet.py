@@ -29,6 +29,8 @@ from .processes import Processes, run
 from .test_expert_parallel_errors import caught
 from .test_expert_parallel_layer import HIDDEN, SIZES, Net, arrays, batch
 
+pytestmark = pytest.mark.long
+
 STEPS = 4
 DATA, SHARDING, EXPERTS = "data parallel", "sharding", "expert parallel"
 TWO = {

@@ -29,6 +29,8 @@ from .processes import run
 from .test_expert_parallel_errors import caught
 from .test_grids import pair_of_this_rank
 
+pytestmark = pytest.mark.long
+
 EXPERTS, HIDDEN, INTERMEDIATE = 2, 3, 5  # of a rank
 
 

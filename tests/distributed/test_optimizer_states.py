@@ -27,6 +27,8 @@ from .processes import run
 from .test_expert_parallel_errors import caught
 from .test_grids import NEIGHBOURS, pair_of_this_rank
 
+pytestmark = pytest.mark.long
+
 HIDDEN, INTERMEDIATE, EXPERTS, TOKENS, STEPS = 6, 10, 4, 12, 5
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {},

@@ -30,7 +30,7 @@ from .test_arguments_stay import state
 from .test_expert_parallel_errors import caught
 from .test_expert_parallel_layer import arrays
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = [pytest.mark.long, pytest.mark.cpu_only]
 
 RANKS, HIDDEN, INNER, EXPERTS, TOPK, MOST_TOKENS = 2, 64, 12, 6, 3, 11
 BFLOAT16_ERROR = 0.02  # relative to the norm
@@ -74,6 +74,16 @@ SLOW = ("gloo float8",)
 EVERY_WAY = pytest.mark.parametrize(
     "way",
     [pytest.param(way, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, way in WAYS.items()],
+    scope="module",
+)
+# Each way with every second program, in turn; the others are slow tests.
+EVERY_WAY_IN_TURN = pytest.mark.parametrize(
+    ("way", "turn"),
+    [
+        pytest.param(way, (number + other) % 2, id=f"{name}{label}", marks=marks + [pytest.mark.slow] * (name in SLOW))
+        for number, (name, way) in enumerate(WAYS.items())
+        for other, (label, marks) in enumerate({"": [], " with the others": [pytest.mark.slow]}.items())
+    ],
     scope="module",
 )
 
@@ -230,8 +240,13 @@ def whole_layer() -> dict[str, NDArray]:
     return arrays(layer.to(dtype="float32").state_dict())
 
 
-def check(way: Way, programs: dict[str, Program]) -> None:
-    """Outputs and gradients of programs are those of the dense layer, and what is frozen has none."""
+def check(way: Way, programs: dict[str, Program], turn: int | None = None) -> None:
+    """Outputs and gradients of programs are those of the dense layer, and what is frozen has none.
+
+    With a turn of 0 or 1, every second program counts from that one on.
+    """
+    if turn is not None:
+        programs = dict([*programs.items()][turn::2])
     ranks = run(of_rank, RANKS, way.backend, way=way, whole=whole_layer(), programs=programs)
     for name, program in programs.items():
         for rank, expected in enumerate(alone(program, way.options.get("payload"))):
@@ -252,23 +267,23 @@ def compare(found: dict[str, Any], expected: dict[str, Any], way: Way, what: str
         assert error <= BFLOAT16_ERROR * np.linalg.norm(wanted), f"{name} of {what}"
 
 
-@EVERY_WAY
-def test_two_forward_passes_come_before_backward_passes_in_each_order(way):
+@EVERY_WAY_IN_TURN
+def test_two_forward_passes_come_before_backward_passes_in_each_order(way, turn):
     orders = {
         "one backward pass": Program(),
         "reverse order": Program((0, 1, (1,), (0,))),
         "same order": Program((0, 1, (0,), (1,))),
         "three forward passes": Program((0, 1, 2, (1,), (2, 0))),
     }
-    check(way, orders)
+    check(way, orders, turn)
 
 
 def frozen(*parts: str) -> tuple[tuple[str, ...], ...]:
     return (parts, parts)
 
 
-@EVERY_WAY
-def test_a_frozen_part_has_no_gradient_and_the_others_have_theirs(way):
+@EVERY_WAY_IN_TURN
+def test_a_frozen_part_has_no_gradient_and_the_others_have_theirs(way, turn):
     programs = {
         "router": Program(frozen=frozen("router")),
         "experts": Program(frozen=frozen("experts")),
@@ -280,14 +295,14 @@ def test_a_frozen_part_has_no_gradient_and_the_others_have_theirs(way):
     }
     if way.options["combine"] == "reduced":  # otherwise a rank whose tokens want no gradient runs other backward passes
         programs["x of one rank"] = Program(frozen=((), ("x",)))
-    check(way, programs)
+    check(way, programs, turn)
 
 
 TRAINS = ("trains", "trains")
 
 
-@EVERY_WAY
-def test_modes_of_one_rank_leave_values_and_later_backward_passes_right(way):
+@EVERY_WAY_IN_TURN
+def test_modes_of_one_rank_leave_values_and_later_backward_passes_right(way, turn):
     programs = {
         "no_grad between a forward pass and its backward pass": Program(
             (0, 1, (0,)), modes=(TRAINS, ("trains", "no_grad"))
@@ -297,7 +312,7 @@ def test_modes_of_one_rank_leave_values_and_later_backward_passes_right(way):
         "eval": Program(modes=(("trains", "eval"), ("eval", "trains"))),
         "eval and no_grad": Program((0, 1, 2, (2, 0)), modes=(("eval", "trains"), ("no_grad", "eval"), TRAINS)),
     }
-    check(way, programs)
+    check(way, programs, turn)
 
 
 @EVERY_WAY
@@ -306,18 +321,18 @@ def test_views_of_buffers_are_read_anew_and_stay_what_they_are(way):
     check(way, {form: Program((0, (0,), 1, (1,)), same, form=form) for form in FORMS})
 
 
-@EVERY_WAY
-def test_recomputed_passes_have_the_gradients_of_passes_that_are_not(way):
+@EVERY_WAY_IN_TURN
+def test_recomputed_passes_have_the_gradients_of_passes_that_are_not(way, turn):
     programs = {}
     for reentrant in (True, False):
         programs[f"one backward pass, {reentrant}"] = Program(reentrant=reentrant)
         programs[f"reverse order, {reentrant}"] = Program((0, 1, (1,), (0,)), reentrant=reentrant)
         programs[f"same order, {reentrant}"] = Program((0, 1, (0,), (1,)), reentrant=reentrant)
-    check(way, programs)
+    check(way, programs, turn)
 
 
-@EVERY_WAY
-def test_a_rank_may_have_no_tokens_in_a_pass(way):
+@EVERY_WAY_IN_TURN
+def test_a_rank_may_have_no_tokens_in_a_pass(way, turn):
     programs = {
         "in the first": Program(tokens=((9, 0), (7, 11))),
         "in the second, reverse order": Program((0, 1, (1,), (0,)), tokens=((9, 5), (0, 11))),
@@ -328,7 +343,7 @@ def test_a_rank_may_have_no_tokens_in_a_pass(way):
         "frozen router": Program(tokens=((9, 0), (0, 11)), frozen=frozen("router")),
         "frozen experts": Program(tokens=((9, 0), (0, 11)), frozen=frozen("experts")),
     }
-    check(way, programs)
+    check(way, programs, turn)
 
 
 @EVERY_WAY

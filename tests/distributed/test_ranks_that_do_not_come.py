@@ -25,6 +25,8 @@ from .test_average_gradients import parameter
 from .test_expert_parallel_errors import caught, inputs
 from .test_grad_scaler import model_and_optimizer, scaled_backward
 
+pytestmark = pytest.mark.long
+
 TIMEOUT_S = 3.0  # enough for ranks that come
 GRACE_S = 60.0  # for the others to raise; ends a hang and judges nothing
 ALL_RAISED = "tests/all raised"

@@ -20,8 +20,11 @@ from paddle_moe_ops.backends.gradients import WithGradients
 from paddle_moe_ops.gemm import grouped_gemm
 from paddle_moe_ops.nn import MoELayer, SwiGLUExperts
 from paddle_moe_ops.testing.equality import assert_bits_equal
+from tests.ops.interpreting import SHAPE
 from tests.ops.problems import make_problem, ordinary, plan_tensors, tensor
 from tests.params import EMPTY, ODD, PADDED, SMALL, SUM_DTYPES
+
+pytestmark = pytest.mark.usefixtures("frozen_imports")
 
 D, N = 10, 6
 OPERANDS = ("x", "probs", "gate_up", "down", "gate_up_bias", "down_bias")
@@ -113,7 +116,7 @@ def test_the_problems_have_gates_that_are_cut_and_such_that_are_not(rng):
 @pytest.mark.cpu_only
 @BY_ACTIVATION
 def test_on_interpreted_kernels(interpreted, activation, rng):
-    layer = Layer(rng, SMALL, np.float16, activation=activation)
+    layer = Layer(rng, SHAPE, np.float16, activation=activation)
     with use_backend("triton"):
         layer.check(layer.run("cpu"))
     assert interpreted.launches.count("bias_gradient_kernel") == 2

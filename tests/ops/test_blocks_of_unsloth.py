@@ -21,6 +21,7 @@ from paddle_moe_ops.indexed import calculate_topk, get_routing_indices, torch_gr
 from paddle_moe_ops.indexed import permute as permute_indexed
 from paddle_moe_ops.indexed import unpermute as unpermute_indexed
 from tests.ops.problems import ordinary, tensor
+from tests.pairwise import pairwise
 
 B, S, K, E, H, INNER = 3, 13, 3, 7, 10, 9
 T = B * S
@@ -137,17 +138,23 @@ def assert_trains_as_dense(block, options, place, *arguments):
         np.testing.assert_allclose(got[name], wanted, rtol=0, atol=2e-5 * np.abs(wanted).max(), err_msg=name)
 
 
-@pytest.mark.parametrize("shape", [[T * K], [T, K], [B, S, K]], ids=str)
-@pytest.mark.parametrize("index_dtype", ["int32", "int64"])
-@pytest.mark.parametrize("options", ROUTERS, ids=str)
+@pairwise(
+    {"options": ROUTERS, "index_dtype": ["int32", "int64"], "shape": [[T * K], [T, K], [B, S, K]]},
+    others_are_slow=True,
+)
 def test_a_block_by_indices_trains_as_dense_experts_do(options, index_dtype, shape, place):
     assert_trains_as_dense(by_indices, options, place, index_dtype, shape)
 
 
-@pytest.mark.parametrize("fused", FUSED_WEIGHTS)
-@pytest.mark.parametrize("permute_y", [False, True], ids=["unpermute", "permute_y"])
-@pytest.mark.parametrize("permute_x", [False, True], ids=["permute", "permute_x"])
-@pytest.mark.parametrize("options", ROUTERS, ids=str)
+@pairwise(
+    {
+        "options": ROUTERS,
+        "permute_x": {"permute": False, "permute_x": True},
+        "permute_y": {"unpermute": False, "permute_y": True},
+        "fused": FUSED_WEIGHTS,
+    },
+    others_are_slow=True,
+)
 def test_a_block_by_a_plan_trains_as_dense_experts_do(options, permute_x, permute_y, fused, place):
     for padding_alignment in (1, 4):
         assert_trains_as_dense(by_plan, options, place, permute_x, permute_y, fused, padding_alignment)

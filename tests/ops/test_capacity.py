@@ -41,7 +41,10 @@ from tests.static.modes import (
 )
 
 # Paddle says so of its own full_like, whenever it makes a gradient in a graph.
-pytestmark = pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface")
+pytestmark = [
+    pytest.mark.usefixtures("frozen_imports"),
+    pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface"),
+]
 
 CAPACITIES = st.one_of(st.integers(0, 5), st.integers(0, 40), st.just(2**31 - 1))
 FULL = 4  # capacity that many experts of SMALL reach

@@ -15,7 +15,10 @@ from tests.ops.problems import tensor
 from tests.static.modes import plain_errors, predictor_of, static_mode
 
 # Paddle says so of its own full_like, whenever it makes a gradient in a graph.
-pytestmark = pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface")
+pytestmark = [
+    pytest.mark.usefixtures("frozen_imports"),
+    pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface"),
+]
 
 E, H = 3, 5
 IDS = np.array([[0, 1], [0, 2], [1, 0], [-1, 0], [2, 0]], np.int32)  # 5, 2 and 2 rows

@@ -16,14 +16,26 @@ import pytest
 from paddle_moe_ops import Float8Matrices, explain, moe_mlp, route, use_backend
 from paddle_moe_ops.backends import OPERATORS, experts
 from paddle_moe_ops.triton.gemm import gather_heuristic
+from tests.ops.interpreting import SHAPE
 from tests.ops.problems import plan_tensors, tensor
 from tests.ops.test_float8_mlp import FLOAT8
 from tests.ops.test_moe_mlp import BACKENDS, BY_FORM, BY_LAYOUT, Layer
-from tests.params import ODD, PADDED, SMALL, Shape
+from tests.params import ODD, PADDED, Shape
 
 pytestmark = [pytest.mark.compiled_only, pytest.mark.cpu_only]
 
 BF16 = ml_dtypes.bfloat16
+
+
+@pytest.fixture
+def interpreted(interpreted, monkeypatch):
+    """The device of `interpreted` whose launches are listed and compute nothing: here only their names count."""
+
+    def listed(device, kernel, *_):
+        device.launches.append(getattr(kernel, "fn", kernel).__name__)
+
+    monkeypatch.setattr(type(interpreted), "launch", listed)
+    return interpreted
 
 
 def arguments_of(layer, leaves, place="cpu"):
@@ -68,7 +80,7 @@ def assert_launches_are_said(device, layer, **options):
 @BY_FORM
 @pytest.mark.parametrize("keep", ["h", "x"])
 def test_on_triton_it_names_the_kernels_that_a_call_launches(keep, form, transpose, interpreted, rng):
-    layer = Layer(rng, SMALL, np.float16, transpose=transpose, form=form)
+    layer = Layer(rng, SHAPE, np.float16, transpose=transpose, form=form)
     said = assert_launches_are_said(interpreted, layer, keep=keep)
     assert "of the library" not in said["forward"] + said["backward"]
 
@@ -76,7 +88,7 @@ def test_on_triton_it_names_the_kernels_that_a_call_launches(keep, form, transpo
 @pytest.mark.parametrize("options", [{}, {"keep": "x"}, {"accumulate": True}], ids=str)
 def test_it_names_the_kernels_of_the_library(options, on_hopper, rng, monkeypatch):
     monkeypatch.setattr(gather_heuristic, "_MAX_GATHERED_N", 0)
-    layer = Layer(rng, SMALL, BF16, sizes=(16, 24))
+    layer = Layer(rng, SHAPE, BF16, sizes=(16, 24))
     leaves = layer.leaves
     monkeypatch.setattr(layer, "leaves", lambda place: with_main_grad(leaves(place)))
     said = assert_launches_are_said(on_hopper, layer, **options)
@@ -94,7 +106,7 @@ def with_main_grad(leaves):
 @pytest.mark.parametrize("keep", ["h", "x", "h_fp8"])
 @pytest.mark.parametrize("is_kept", [False, True], ids=["quantised in each pass", "kept matrices"])
 def test_it_names_the_kernels_for_float8(is_kept, keep, on_hopper, rng):
-    layer = Layer(rng, SMALL, BF16, sizes=(16, 128))
+    layer = Layer(rng, SHAPE, BF16, sizes=(16, 128))
     options = {"float8_matrices": Float8Matrices()} if is_kept else {}
     said = assert_launches_are_said(on_hopper, layer, compute=FLOAT8, keep=keep, **options)
     assert "grouped_float8 of the library x 2" in said["forward"]
@@ -103,7 +115,7 @@ def test_it_names_the_kernels_for_float8(is_kept, keep, on_hopper, rng):
 
 @pytest.mark.parametrize("form", ["lists", "lists side by side"])
 def test_lists_of_matrices_are_joined_in_the_call_alone(form, interpreted, rng):
-    layer = Layer(rng, SMALL, np.float16)
+    layer = Layer(rng, SHAPE, np.float16)
     leaves = layer.leaves("cpu")
     for name in ("gate_up", "down"):
         each = paddle.unbind(leaves[name].detach()) if form == "lists side by side" else layer.arrays[name]
@@ -116,8 +128,8 @@ def test_lists_of_matrices_are_joined_in_the_call_alone(form, interpreted, rng):
 
 
 def test_nothing_is_made_or_changed(on_hopper, rng):
-    leaves = with_main_grad(Layer(rng, SMALL, BF16).leaves("cpu"))
-    operands, options = arguments_of(Layer(rng, SMALL, BF16), leaves)
+    leaves = with_main_grad(Layer(rng, SHAPE, BF16).leaves("cpu"))
+    operands, options = arguments_of(Layer(rng, SHAPE, BF16), leaves)
     with use_backend("triton"):
         said_of(operands, accumulate=True, **options)
     assert on_hopper.launches == []
@@ -160,7 +172,7 @@ def test_what_is_kept_takes_as_many_bytes_as_it_says(dtype, keep, name, rng, mon
 
 
 def test_without_a_gradient_nothing_is_kept(interpreted, rng):
-    layer = Layer(rng, SMALL, np.float16)
+    layer = Layer(rng, SHAPE, np.float16)
     operands, options = arguments_of(layer, layer.leaves("cpu"))
     with use_backend("triton"), paddle.no_grad():
         said = said_of(operands, **options)

@@ -17,10 +17,12 @@ from paddle_moe_ops.backends import experts
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.nn import MoELayer, SwiGLUExperts
 from paddle_moe_ops.testing.equality import assert_bits_equal
+from tests.ops.interpreting import SHAPE
 from tests.ops.problems import tensor
 from tests.ops.test_float8_mlp import FLOAT8, Float8Layer, assert_near
-from tests.ops.test_moe_mlp import BACKENDS, BY_DTYPE, BY_FORM, BY_LAYOUT
-from tests.params import EMPTY, MANY_EXPERTS, MORE_SLOTS_THAN_EXPERTS, ODD, ONE_TOKEN, PADDED, SMALL
+from tests.ops.test_moe_mlp import AXES, BACKENDS, BY_LAYOUT
+from tests.pairwise import pairwise
+from tests.params import EMPTY, MANY_EXPERTS, MORE_SLOTS_THAN_EXPERTS, ODD, ONE_TOKEN, PADDED
 
 BF16 = ml_dtypes.bfloat16
 IN_FLOAT8 = "h_fp8"
@@ -59,10 +61,7 @@ def on_hopper(on_hopper):
         yield on_hopper
 
 
-@BACKENDS
-@BY_DTYPE
-@BY_LAYOUT
-@BY_FORM
+@pairwise(AXES, others_are_slow=True)
 def test_gradients_are_those_of_the_oracle(form, transpose, dtype, name, rng, place):
     layer = Float8Layer(rng, PADDED, dtype, transpose=transpose, form=form)
     with backend_of(name):
@@ -122,7 +121,7 @@ def test_codes_times_scales_that_are_the_first_product_give_the_same_bits(name, 
 @pytest.mark.parametrize("form", ["by slot", "none"])
 @BY_LAYOUT
 def test_kernels_for_hopper_run_where_they_can(on_hopper, transpose, form, rng):
-    layer = Float8Layer(rng, SMALL, BF16, transpose=transpose, form=form, sizes=(16, 128))
+    layer = Float8Layer(rng, SHAPE, BF16, transpose=transpose, form=form, sizes=(16, 128))
     for call in range(1, 3):  # the second repeats what the first launched
         made = layer.run("cpu", keep=IN_FLOAT8)
         assert_near(made, layer.due(hidden_in_float8=True))
@@ -132,7 +131,7 @@ def test_kernels_for_hopper_run_where_they_can(on_hopper, transpose, form, rng):
 
 @pytest.mark.cpu_only
 def test_launches_for_what_is_kept_in_float8_are_not_taken_for_others(on_hopper, rng):
-    layer = Float8Layer(rng, SMALL, BF16, sizes=(16, 128))
+    layer = Float8Layer(rng, SHAPE, BF16, sizes=(16, 128))
     expected = {keep: layer.run("cpu", keep=keep) for keep in ("h", IN_FLOAT8, "x")}
     for keep, due in expected.items():
         for each, got in layer.run("cpu", keep=keep).items():
@@ -154,9 +153,9 @@ def test_kept_are_codes_and_scales(name, inner, kept, rng, place):
 
 @pytest.mark.cpu_only
 def test_kernels_for_hopper_keep_codes_scales_and_tables(on_hopper, kept, rng):
-    layer = Float8Layer(rng, SMALL, BF16, sizes=(16, 128))
+    layer = Float8Layer(rng, SHAPE, BF16, sizes=(16, 128))
     layer.call(layer.leaves("cpu"), "cpu", keep=IN_FLOAT8)
-    rows, tables = layer.plan.num_rows, 4 * (4 * SMALL.E + 9)
+    rows, tables = layer.plan.num_rows, 4 * (4 * SHAPE.E + 9)
     assert sum(each.size * each.element_size() for each in kept) == bytes_of(layer, rows * (256 + 8)) + tables
 
 

@@ -18,10 +18,13 @@ from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.nn import MoELayer, SwiGLUExperts
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.tolerances import assert_close_float8
+from tests.ops.interpreting import SHAPE
 from tests.ops.problems import ordinary, plan_tensors, tensor
 from tests.ops.test_moe_mlp import AXES, BACKENDS, BUFFER_SIZES, BY_DTYPE, BY_LAYOUT, LAYOUTS, Layer
-from tests.pairwise import pairwise
-from tests.params import EMPTY, MANY_EXPERTS, ODD, ONE_TOKEN, PADDED, SMALL
+from tests.pairwise import in_turn, pairwise
+from tests.params import EMPTY, MANY_EXPERTS, ODD, ONE_TOKEN, PADDED
+
+pytestmark = pytest.mark.long
 
 FLOAT8 = "fp8_1x128"
 BF16 = ml_dtypes.bfloat16
@@ -99,7 +102,7 @@ def test_results_are_near_those_of_float32_and_differ_from_them(rng, place):
 @pytest.mark.cpu_only
 @pairwise({"transpose": LAYOUTS, "keep": ["h", "x"], "form": ["by slot", "none"]}, others_are_slow=True)
 def test_kernels_for_hopper_run_where_they_can(on_hopper, transpose, keep, form, rng):
-    layer = Float8Layer(rng, SMALL, BF16, transpose=transpose, form=form, sizes=(16, 128))
+    layer = Float8Layer(rng, SHAPE, BF16, transpose=transpose, form=form, sizes=(16, 128))
     products = 4 if keep == "h" else 5
     for call in range(1, 3):  # the second repeats what the first launched
         with use_backend("triton"):
@@ -111,7 +114,7 @@ def test_kernels_for_hopper_run_where_they_can(on_hopper, transpose, keep, form,
 
 @pytest.mark.cpu_only
 def test_triton_without_these_kernels_composes_the_layer(interpreted, rng):
-    layer = Float8Layer(rng, SMALL, np.float16, sizes=(16, 24))
+    layer = Float8Layer(rng, SHAPE, np.float16, sizes=(16, 24))
     with use_backend("triton"):
         assert_near(layer.run("cpu"), layer.due())
     assert "quantize_kernel" in interpreted.launches
@@ -236,10 +239,9 @@ def test_kept_matrices_change_no_bit_and_are_quantised_once(rng, place, monkeypa
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("keep", ["h", "x"])
-@BY_LAYOUT
+@in_turn({"transpose": LAYOUTS, "keep": ["h", "x"]})
 def test_kernels_for_hopper_take_kept_matrices(on_hopper, transpose, keep, rng):
-    layer, kept = Float8Layer(rng, SMALL, BF16, transpose=transpose, form="by slot", sizes=(16, 128)), Float8Matrices()
+    layer, kept = Float8Layer(rng, SHAPE, BF16, transpose=transpose, form="by slot", sizes=(16, 128)), Float8Matrices()
     leaves = layer.leaves("cpu")
     with use_backend("triton"):
         expected = layer.run("cpu", keep=keep)
@@ -258,8 +260,8 @@ def test_kernels_for_hopper_take_kept_matrices(on_hopper, transpose, keep, rng):
 @pytest.mark.cpu_only
 @BY_LAYOUT
 def test_matrices_that_are_kept_to_serve_take_half_of_the_memory_and_then_train(on_hopper, transpose, rng):
-    layer, kept = Float8Layer(rng, SMALL, BF16, transpose=transpose, form="by slot", sizes=(144, 128)), Float8Matrices()
-    leaves, elements = layer.leaves("cpu"), 3 * 144 * 128 * SMALL.E
+    layer, kept = Float8Layer(rng, SHAPE, BF16, transpose=transpose, form="by slot", sizes=(144, 128)), Float8Matrices()
+    leaves, elements = layer.leaves("cpu"), 3 * 144 * 128 * SHAPE.E
 
     def bytes_of_codes():
         return sum(each.size for each in kept._made[1] if each.dtype == paddle.float8_e4m3fn)
@@ -288,7 +290,7 @@ def test_matrices_that_are_kept_to_serve_take_half_of_the_memory_and_then_train(
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("backends", [("reference", "triton"), ("triton", "reference")], ids=" then ".join)
 def test_a_backend_quantises_matrices_that_another_one_has_kept(on_hopper, backends, rng):
-    layer, kept = Float8Layer(rng, SMALL, BF16, form="by slot", sizes=(16, 128)), Float8Matrices()
+    layer, kept = Float8Layer(rng, SHAPE, BF16, form="by slot", sizes=(16, 128)), Float8Matrices()
     leaves = layer.leaves("cpu")
     for name in backends:
         with use_backend(name), paddle.no_grad():

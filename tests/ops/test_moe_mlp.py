@@ -16,9 +16,10 @@ from paddle_moe_ops.backends import gradients as adapter
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.backends.experts import MoeMlp
 from paddle_moe_ops.testing.equality import assert_bits_equal
+from tests.ops.interpreting import SHAPE
 from tests.ops.problems import make_problem, ordinary, plan_tensors, tensor
 from tests.pairwise import pairwise
-from tests.params import EMPTY, MANY_EXPERTS, ODD, ONE_TOKEN, PADDED, SMALL, SUM_DTYPES
+from tests.params import EMPTY, MANY_EXPERTS, ODD, ONE_TOKEN, PADDED, SUM_DTYPES
 
 D, N = 10, 6
 FORMS = ("by row", "by slot", "flat by slot", "none")
@@ -132,7 +133,7 @@ def test_interpreted_kernels_with_gradients(interpreted, transpose, keep, form, 
 def test_weights_by_slot_take_one_more_launch_forward_and_none_backward(interpreted, form, keep, rng):
     """Without kernels for Hopper, whose product makes SwiGLU's gradient and so saves the eighth."""
     with use_backend("triton"):
-        Layer(rng, SMALL, np.float16, form=form, sizes=(16, 8)).run("cpu", keep=keep)
+        Layer(rng, SHAPE, np.float16, form=form, sizes=(16, 8)).run("cpu", keep=keep)
     ends = interpreted.launches.index("unpermute_kernel") + 1  # of the forward pass
     rows_are_gathered, made_again = 4, 0 if keep == "h" else 2  # where they are moved, it takes five
     backward = interpreted.launches[ends:]
@@ -145,7 +146,7 @@ def test_weights_by_slot_take_one_more_launch_forward_and_none_backward(interpre
 @pytest.mark.parametrize("wanted", ["x", "gate_up", "down", "probs"])
 def test_one_gradient_alone_by_interpreted_kernels(interpreted, wanted, rng):
     """The gradient of the probabilities alone has a launch of its own: no launch permutes rows, which would sum it."""
-    layer = Layer(rng, SMALL, np.float16, sizes=(16, 8))
+    layer = Layer(rng, SHAPE, np.float16, sizes=(16, 8))
     with use_backend("triton"):
         expected, leaves = layer.run("cpu"), layer.leaves("cpu")
         for each, leaf in leaves.items():
@@ -159,7 +160,7 @@ def test_one_gradient_alone_by_interpreted_kernels(interpreted, wanted, rng):
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("form", FORMS)
 def test_a_second_call_repeats_the_launches_of_the_first_with_its_own_tensors(interpreted, form, rng, monkeypatch):
-    layers = [Layer(rng, SMALL, np.float16, form=form, sizes=(16, 8)) for _ in range(2)]
+    layers = [Layer(rng, SHAPE, np.float16, form=form, sizes=(16, 8)) for _ in range(2)]
     with use_backend("triton"):
         layers[0].plan = layers[1].plan  # as many rows
         layers[0].problem = layers[1].problem
@@ -242,18 +243,18 @@ def test_triton_keeps_tables_of_tiles_as_well(interpreted, keep, workspace_mb, r
         return made
 
     monkeypatch.setattr(MoeMlp, "run", record)
-    layer = Layer(rng, SMALL, np.float16, sizes=(16, 8))
+    layer = Layer(rng, SHAPE, np.float16, sizes=(16, 8))
     with use_backend("triton"):
         layer.call(layer.leaves("cpu"), "cpu", keep=keep, workspace_mb=workspace_mb)
     rows, tokens = layer.plan.num_rows, len(layer.arrays["x"])
     matrices = sum(layer.arrays[name].nbytes for name in ("gate_up", "down"))
-    given = 2 * tokens * 16 + 4 * rows + matrices + 4 * (4 * SMALL.E + 9)
+    given = 2 * tokens * 16 + 4 * rows + matrices + 4 * (4 * SHAPE.E + 9)
     assert sum(each.size * each.element_size() for each in kept) == given + (4 * rows * 8 if keep == "h" else 0)
 
 
 @pytest.mark.cpu_only
 def test_a_first_product_that_was_overwritten_is_not_used_again(interpreted, rng):
-    layer = Layer(rng, SMALL, np.float16, sizes=(16, 8))
+    layer = Layer(rng, SHAPE, np.float16, sizes=(16, 8))
     for keep in ("h", "x"):
         leaves = layer.leaves("cpu")
         inputs = list(leaves.values())

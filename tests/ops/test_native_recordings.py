@@ -27,9 +27,9 @@ from tests.ops.test_moe_mlp import Layer, assert_close
 from tests.params import PADDED
 from tests.triton import library_in_numpy
 
-pytestmark = [pytest.mark.cpu_only, pytest.mark.compiled_only]
+pytestmark = [pytest.mark.long, pytest.mark.cpu_only, pytest.mark.compiled_only]
 
-SHAPE = PADDED._replace(T=5, A=8)
+SHAPE = PADDED._replace(T=5, E=5, A=8)
 CONTEXT, STREAM, SHARED, SCRATCH = 1234, 0x7F00_0000_0010, 4096, 384
 CUDA_ERROR = b"too many resources requested for launch"
 

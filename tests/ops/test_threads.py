@@ -24,7 +24,7 @@ from paddle_moe_ops._report import num_threads
 from paddle_moe_ops.testing.routing import uniform
 from tests.packaging.subprocesses import VARIABLES
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = [pytest.mark.long, pytest.mark.cpu_only]
 
 T, H, E, K, A = 2000, 256, 16, 4, 8  # 8 MB of rows
 TIMEOUT = 600  # seconds, ends a hang

@@ -14,6 +14,8 @@ from examples.demo import main
 from tests.packaging.subprocesses import run_module
 from tests.pictures import check_that_labels_lie_apart, labels_of
 
+pytestmark = pytest.mark.long
+
 SMALL = ("--hidden", "64", "--experts", "4", "--layers", "2", "--tokens", "16")
 
 

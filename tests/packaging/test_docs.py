@@ -11,6 +11,8 @@ import pytest
 
 from paddle_moe_ops import unpatch_paddle
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 SOURCES = ("paddle_moe_ops", "tests", "tools", "benchmarks")

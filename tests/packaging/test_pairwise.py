@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Grids of tests/pairwise.py cover all pairs with few cases, the same ones everywhere."""
+"""Grids of tests/pairwise.py cover all pairs, or all values, with few cases, the same ones everywhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.pairwise import covering, pairwise
+from tests.pairwise import covering, in_turn, pairwise
 
 
 def pairs_of(cases):
@@ -63,3 +63,10 @@ def test_a_mark_knows_empty_values():
     values = [each.values for each in pairwise(axes, empty={"T": [0]}).args[1]]
     assert [case for case in values if case[0]] == [(7, *ke, dtype) for ke in axes["K, E"] for dtype in axes["dtype"]]
     assert [case for case in values if not case[0]] == [(0, 1, 3, "float16"), (0, 2, 5, "int32")]
+
+
+def test_in_turn_each_value_has_a_case_and_other_combinations_are_slow():
+    _, cases = in_turn({"T": [0, 5, 7], "dtype": {"half": "float16", "int": "int32"}}).args
+    assert [each.values for each in cases if not each.marks] == [(0, "float16"), (5, "int32"), (7, "float16")]
+    slow = [(each.id, each.values) for each in cases if each.marks]
+    assert slow == [("0-int", (0, "int32")), ("5-half", (5, "float16")), ("7-int", (7, "int32"))]

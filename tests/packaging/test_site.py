@@ -66,6 +66,7 @@ def generated(tmp_path_factory):
     return folder / "out"
 
 
+@pytest.mark.slow  # .ci/run writes these pages as well, and checks their links
 def test_every_generated_page_has_its_results_and_links_lead_to_files(generated):
     assert {path.name for path in generated.glob("*.md")} == set(GENERATED)
     for name, texts in GENERATED.items():

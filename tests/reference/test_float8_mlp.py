@@ -118,11 +118,12 @@ def loops(layer: Layer, hidden_in_float8: bool = False) -> dict[str, NDArray]:
         "down": np.zeros(layer.down.shape),
         "weights": np.zeros(plan.num_rows),
     }
+    matrices = [(near_matrix(w1), near_matrix(w2)) for w1, w2 in zip(layer.gate_up, layer.down, strict=True)]
     for row, token in enumerate(plan.row_to_token):
         if token < 0:
             continue
         expert, weight = plan.row_to_expert[row], 1.0 if layer.weights is None else float(layer.weights[row])
-        w1, w2 = near_matrix(layer.gate_up[expert]), near_matrix(layer.down[expert])
+        w1, w2 = matrices[expert]
         hidden = (x[token] @ w1).astype(np.float32).astype(dtype)
         sums["out"][token] += weight * (near_rows(swiglu(hidden)[0][None])[0] @ w2)
         act, gate, share, up = swiglu(kept_in_float8(hidden) if hidden_in_float8 else hidden)

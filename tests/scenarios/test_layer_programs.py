@@ -19,6 +19,8 @@ from tests.params import COPIES
 from tests.static.modes import plain_errors, predictor_of
 
 pytestmark = [
+    pytest.mark.long,
+    pytest.mark.usefixtures("frozen_imports"),
     pytest.mark.usefixtures("place"),
     # Paddle says so of its own full_like, whenever it makes a gradient in a graph.
     pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface"),

@@ -18,6 +18,8 @@ from tests.ops.dense import assert_close, results
 
 from .operations import FLOAT8_EXPERTS, OPERATIONS, T, loss_of, make_inputs
 
+pytestmark = pytest.mark.long
+
 H, I, E, K, A = 12, 6, 3, 2, 4  # noqa: E741
 NOTHING = pytest.mark.parametrize(("tokens", "routed"), [(0, True), (T, False)], ids=["no tokens", "no rows"])
 BY = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "hooks"])
@@ -124,6 +126,11 @@ PLANS = {
 BUFFER = "no tokens in a static buffer"  # of which counts on the host must name every row
 PLANS[BUFFER] = lambda: (0, plan_of(0, True, padding_alignment=A, buffer_size=8))
 PAIRS = [each for each in itertools.product(LAYERS, PLANS) if each != ("SwiGLUExperts by counts", BUFFER)]
+# Every second plan of a layer, in turn; the others are slow tests.
+SOME_PAIRS = [
+    pytest.param(layer, plan, marks=[pytest.mark.slow] * (([*LAYERS].index(layer) + [*PLANS].index(plan)) % 2))
+    for layer, plan in PAIRS
+]
 BY_LAYER_AND_PLAN = pytest.mark.parametrize(("layer", "plan"), PAIRS)
 
 
@@ -144,7 +151,7 @@ def test_layers_of_experts(layer, plan, use_reentrant, place, backend):
 
 
 @BY_HOOKS
-@BY_LAYER_AND_PLAN
+@pytest.mark.parametrize(("layer", "plan"), SOME_PAIRS)
 @pytest.mark.cpu_only
 def test_layers_of_experts_on_interpreted_kernels(layer, plan, use_reentrant, interpreted):
     with use_backend("triton"):

@@ -34,7 +34,11 @@ BFLOAT16 = 2**-6  # a few roundings to 8 bits, of the largest element
 ARRAYS = arrays_of(np.random.default_rng(7))
 
 # Paddle says so of its own full_like, whenever it makes a gradient in a graph.
-pytestmark = pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.usefixtures("frozen_imports"),
+    pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -36,6 +36,7 @@ from tests.static.modes import (
 
 # Paddle's remarks about its own full_like, and about models without parameters.
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface"),
     pytest.mark.filterwarnings("ignore:no variable in your model"),
 ]

@@ -27,7 +27,11 @@ from tests.static.modes import (
 )
 
 # Paddle says so of its own full_like, whenever it makes a gradient in a graph.
-pytestmark = pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.usefixtures("frozen_imports"),
+    pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface"),
+]
 
 BY_SYNTAX_AND_BYTECODE = pytest.mark.parametrize("full_graph", [True, False], ids=["full_graph", "bytecode"])
 # Cases alternate between the two ways; the other way of each is a slow test. Bytecode has no cases with float8_e5m2:

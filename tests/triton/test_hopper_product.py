@@ -17,11 +17,13 @@ from paddle_moe_ops.triton.gemm import gpu_facts, mlp
 from paddle_moe_ops.triton.gemm.types import Gpu
 from paddle_moe_ops.triton.hopper_product import GroupedProductParams, LibraryKernel, grouped_product_of
 from paddle_moe_ops.triton.launch.kernel_cache import KernelCache
-from tests.pairwise import pairwise
+from tests.pairwise import in_turn, pairwise
 
 from .library_in_numpy import HOPPER, fields_in_header, launches_of, use_products
 from .problems import EXPERTS_AT_LIMITS
-from .test_moe_mlp import BY_LAYOUT, Case, Problem, assert_all_same
+from .test_moe_mlp import BY_LAYOUT, LAYOUTS, Case, Problem, assert_all_same
+
+pytestmark = pytest.mark.long
 
 CASES = {
     "several tiles of an expert": Case(170, 24, 8, 2, 2, unassigned=0.1),
@@ -33,15 +35,6 @@ CASES = {
 }
 # So that blocks are handed tiles after their first ones. Interpreted, they take long.
 MANY_TILES = {"more tiles than multiprocessors": Case(1200, 24, 8, 700, 2)}
-
-
-def by_case(cases: dict[str, Case], slow: dict[str, Case]) -> pytest.MarkDecorator:
-    """Runs a test with each case; with the slow ones as slow tests."""
-    parameters = [
-        *(pytest.param(case, id=name) for name, case in cases.items()),
-        *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in slow.items()),
-    ]
-    return pytest.mark.parametrize("case", parameters)
 
 
 TILE_ROWS = [hopper_product.TILE_ROWS, hopper_product.TURNED_ROWS]
@@ -106,8 +99,8 @@ def test_exact_sums_of_many_experts_have_the_bits_of_the_oracle(rng, device, lau
 
 WIDE_CASES = {  # numbers of float16 would overflow
     "tiles of 192 columns": Case(150, 384, 40, 2, 2, unassigned=0.1),
-    "tiles of 192 columns, of which a few are not there": Case(90, 376, 24, 2, 2),
-    "two tiles of 128 columns": Case(90, 136, 24, 2, 2),
+    "tiles of 192 columns, of which a few are not there": Case(41, 376, 24, 2, 2),
+    "two tiles of 128 columns": Case(41, 136, 24, 2, 2),
 }
 
 
@@ -135,15 +128,26 @@ def gathered(launched, monkeypatch) -> list[dict[str, int]]:
 ONE_THAT_GATHERS = pytest.mark.parametrize("tile_rows", [hopper_product.TURNED_ROWS], indirect=True)
 GATHERED_CASES = {
     **CASES,
-    "padding rows": Case(60, 64, 16, 3, 2, alignment=16),
-    "columns that fill no line": Case(90, 72, 328, 2, 2),
+    "padding rows": Case(23, 64, 16, 3, 2, alignment=16),
+    "columns that fill no line": Case(41, 72, 328, 2, 2),
 }
 
 
 @ONE_THAT_GATHERS
-@BY_LAYOUT
-@by_case(GATHERED_CASES, MANY_TILES | {"several tiles of many experts": Case(900, 136, 128, 40, 4)})
+@in_turn({"case": GATHERED_CASES, "transpose": LAYOUTS})
 def test_rows_that_are_gathered_give_the_bits_of_the_oracle(rng, device, gathered, case, transpose):
+    check_gathered_rows(rng, device, gathered, case, transpose)
+
+
+@pytest.mark.slow
+@ONE_THAT_GATHERS
+@BY_LAYOUT
+@pytest.mark.parametrize("case", [*MANY_TILES.values(), Case(900, 136, 128, 40, 4)], ids=[*MANY_TILES, "many experts"])
+def test_rows_of_many_tiles_that_are_gathered_give_the_bits_of_the_oracle(rng, device, gathered, case, transpose):
+    check_gathered_rows(rng, device, gathered, case, transpose)
+
+
+def check_gathered_rows(rng, device, gathered, case, transpose):
     problem = Problem(rng, case, ml_dtypes.bfloat16, transpose)
     made, due = problem.run(device), problem.due()
     live = problem.plan.row_to_token[: problem.end] >= 0
@@ -157,8 +161,8 @@ def test_rows_that_are_gathered_give_the_bits_of_the_oracle(rng, device, gathere
 @ONE_THAT_GATHERS
 def test_the_buffer_of_gathered_rows_holds_columns_alone(rng, device, gathered, monkeypatch):
     monkeypatch.setattr(mlp, "_COLUMN_STEP", 16)
-    problem = Problem(rng, Case(170, 32, 8, 3, 2, unassigned=0.0), np.float16, False)
-    assert_all_same(problem.run(device, 340 * 16 * 2), problem.due())
+    problem = Problem(rng, Case(50, 32, 8, 3, 2, unassigned=0.0), np.float16, False)
+    assert_all_same(problem.run(device, 100 * 16 * 2), problem.due())
     assert {each["first_row"] for each in gathered} == {0}
 
 
@@ -187,8 +191,8 @@ def test_with_few_rows_both_passes_gather_unless_gradients_are_accumulated(
 
 @ONE_THAT_GATHERS
 def test_tokens_that_lie_apart_are_gathered(rng, device, gathered):
-    problem = Problem(rng, Case(90, 64, 16, 3, 2), ml_dtypes.bfloat16, False)
-    wide = np.full((90, 72), np.nan, ml_dtypes.bfloat16)
+    problem = Problem(rng, Case(23, 64, 16, 3, 2), ml_dtypes.bfloat16, False)
+    wide = np.full((23, 72), np.nan, ml_dtypes.bfloat16)
     wide[:, :64] = problem.x
     layer, x = problem.layer(device, 1 << 28), device.columns(device.array(wide), 64)
     out, kept = mlp.moe_mlp(device, x, layer, True)
@@ -197,16 +201,16 @@ def test_tokens_that_lie_apart_are_gathered(rng, device, gathered):
     assert [each["x_row_stride"] for each in gathered][:1] == [72]
 
 
-@BY_LAYOUT
-def test_tiles_of_columns_may_be_half_empty(rng, device, transpose):
-    problem = Problem(rng, Case(90, 72, 328, 2, 2), ml_dtypes.bfloat16, transpose)  # beyond what float16 has
+@in_turn({"tile_rows": TILE_ROWS, "transpose": LAYOUTS}, indirect=["tile_rows"])
+def test_tiles_of_columns_may_be_half_empty(rng, device, tile_rows, transpose):
+    problem = Problem(rng, Case(41, 72, 328, 2, 2), ml_dtypes.bfloat16, transpose)  # beyond what float16 has
     assert_all_same(problem.run(device), problem.due())
 
 
 def test_windows_change_no_bit(rng, device, launched, monkeypatch):
     monkeypatch.setattr(mlp, "_COLUMN_STEP", 16)
-    problem = Problem(rng, Case(170, 32, 8, 3, 2, unassigned=0.0), ml_dtypes.bfloat16, False)
-    assert_all_same(problem.run(device, 260 * 32 * 2), problem.due())
+    problem = Problem(rng, Case(110, 32, 8, 3, 2, unassigned=0.0), ml_dtypes.bfloat16, False)
+    assert_all_same(problem.run(device, 170 * 32 * 2), problem.due())
     assert max(each["first_row"] for each in launched) > 0
     assert sum(each["result"] == hopper_product.PLAIN for each in launched) > 2
 
@@ -216,8 +220,8 @@ def test_windows_change_no_bit(rng, device, launched, monkeypatch):
 def test_one_pass_may_gather_where_the_other_one_moves_windows(rng, device, launched, monkeypatch, backward):
     monkeypatch.setattr(mlp, "_COLUMN_STEP", 16)
     monkeypatch.setattr(mlp, "gathers", lambda *sizes: sizes[5] == backward)  # whether rows are moved twice
-    problem = Problem(rng, Case(170, 32, 8, 3, 2, unassigned=0.0), ml_dtypes.bfloat16, False)
-    assert_all_same(problem.run(device, 260 * 32 * 2), problem.due())
+    problem = Problem(rng, Case(110, 32, 8, 3, 2, unassigned=0.0), ml_dtypes.bfloat16, False)
+    assert_all_same(problem.run(device, 170 * 32 * 2), problem.due())
     moves = hopper_product.GATED if backward else hopper_product.GRADIENT
     assert {each["result"] for each in launched if each["first_row"] > 0} == {moves}
 
@@ -231,18 +235,18 @@ def test_windows_are_as_wide_as_tiles_where_they_can_be(rng, device, launched, t
 
 
 def test_the_first_product_is_made_again_where_it_was_not_kept(rng, device):
-    problem = Problem(rng, Case(60, 64, 16, 3, 2), ml_dtypes.bfloat16, False)
+    problem = Problem(rng, Case(23, 64, 16, 3, 2), ml_dtypes.bfloat16, False)
     out, _, *gradients = problem.due()
     assert_all_same(problem.run(device, keeps=False), [out, *gradients])
 
 
 def test_without_weights_rows_are_added_up_as_they_are(rng, device):
-    problem = Problem(rng, Case(60, 64, 16, 3, 2), ml_dtypes.bfloat16, False, weighted=False)
+    problem = Problem(rng, Case(23, 64, 16, 3, 2), ml_dtypes.bfloat16, False, weighted=False)
     assert_all_same(problem.run(device), problem.due())
 
 
 def test_padding_rows_may_hold_anything_and_their_weights_have_no_gradient(rng, device):
-    problem = Problem(rng, Case(60, 64, 16, 3, 2, alignment=16), ml_dtypes.bfloat16, False)
+    problem = Problem(rng, Case(23, 64, 16, 3, 2, alignment=16), ml_dtypes.bfloat16, False)
     made, due = problem.run(device), problem.due()
     # The rows of H between experts are not written, and nothing reads them.
     live = problem.plan.row_to_token[: problem.end] >= 0
@@ -252,7 +256,7 @@ def test_padding_rows_may_hold_anything_and_their_weights_have_no_gradient(rng, 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
 def test_random_numbers_are_within_the_bound_of_what_is_rounded(rng, device, dtype):
-    problem = Problem(rng, Case(90, 72, 40, 4, 3), dtype, False)
+    problem = Problem(rng, Case(31, 72, 40, 4, 3), dtype, False)
     for name in ("x", "gate_up", "down", "d_out"):
         setattr(problem, name, rng.standard_normal(getattr(problem, name).shape).astype(dtype))
     for got, expected in zip(problem.run(device), problem.due(), strict=True):
@@ -272,11 +276,11 @@ def test_a_gate_far_below_zero_closes_whatever_it_gates(rng, device):
 
 
 def test_nan_of_one_expert_stays_with_its_rows(rng, device):
-    problem = Problem(rng, Case(90, 64, 16, 3, 1, unassigned=0.0), ml_dtypes.bfloat16, False)
+    problem = Problem(rng, Case(31, 64, 16, 3, 1, unassigned=0.0), ml_dtypes.bfloat16, False)
     problem.gate_up[1] = np.nan
     problem.down[1] = np.nan
     out, _, d_x, d_gate_up, d_down, _ = problem.run(device)
-    bad = np.zeros(90, bool)
+    bad = np.zeros(31, bool)
     rows = problem.plan.row_to_token
     first = problem.plan.expert_offsets[1]
     bad[rows[first : first + problem.plan.tokens_per_expert[1]]] = True
