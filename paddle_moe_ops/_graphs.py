@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -16,6 +17,8 @@ import paddle
 from paddle import Tensor
 from paddle.base.core import set_eval_frame
 from paddle.jit import ignore_module, not_to_static
+from paddle.jit.dy2static.parameter_recorder import _global_inplace_map, _global_parameter_recorder
+from paddle.jit.dy2static.program_translator import _program_hash
 from paddle.jit.marker import unified
 
 from ._native import native
@@ -84,6 +87,10 @@ def public(
             tracer = set_eval_frame(None)  # as `untraced`
             try:
                 return function(*arguments, **keywords)
+            except Exception:
+                if not paddle.in_dynamic_mode():
+                    _forget_with_program()
+                raise
             finally:
                 set_eval_frame(tracer)
 
@@ -117,6 +124,19 @@ def untraced(function: Callable[..., _Result], *arguments: Any, **keywords: Any)
         return function(*arguments, **keywords)
     finally:
         set_eval_frame(tracer)
+
+
+def _forget_with_program() -> None:
+    """Let Paddle forget the parameters of the current program when the program ends.
+
+    If a trace raises, Paddle 3.3 keeps them under the program's address. A later program at this address would use
+    values that no longer exist, and end the process.
+    """
+    program = paddle.static.default_main_program()
+    key = _program_hash(program)
+    for records in (_global_parameter_recorder.params_dict, _global_parameter_recorder.tensor2value):
+        weakref.finalize(program, records.pop, key, None)
+    weakref.finalize(program, _global_inplace_map.params_dict.pop, key, None)
 
 
 def _own_names(

@@ -111,7 +111,7 @@ def test_several_python_threads_may_call_at_once(
 
 
 def in_forked_child(function: Callable[[], Any]) -> Any:
-    """What the function returns in a child process; a child that hangs is killed."""
+    """Return the function's result from a child process; a child that hangs is killed."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

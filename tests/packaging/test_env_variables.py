@@ -113,7 +113,12 @@ def test_instruction_set_refuses_other_values(monkeypatch, value):
 
 
 def test_compiled_operators_keep_to_the_instruction_set_given():
-    code = "import paddle_moe_ops\nfrom paddle_moe_ops.backends import compiled\nprint(compiled.used_cpu_isa())"
+    code = """
+from paddle_moe_ops._report import used_cpu_isa
+from paddle_moe_ops.backends import compiled
+assert compiled.backend.unavailable() is None
+print(used_cpu_isa())
+"""
     done = run_python(code, env={"PADDLE_MOE_OPS_MAX_CPU_ISA": "generic"})
     assert (done.stdout.strip(), done.returncode) == ("generic", 0), done.stderr
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Number of sentences in a folder that may begin with one of `OPENINGS`; all other folders have none. Lower an entry
 # when its folder improves, and remove it at 0. Never raise one: reword the sentence.
-ALLOWED = {"tests": 3}
+ALLOWED: dict[str, int] = {}
 FOLDERS = ("benchmarks", "examples", "paddle_moe_ops", "tests", "tools")
 
 OPENINGS = ("Of", "That of", "Those of", "By", "What", "Where", "Which", "How", "Whether", "Who")

@@ -7,12 +7,16 @@ Only the sums of Paddle's own matmul may differ.
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import paddle
 import pytest
+from paddle.jit.dy2static.parameter_recorder import _global_parameter_recorder
 from paddle.jit.sot.opcode_translator.executor.executor_cache import OpcodeExecutorCache
 
 from paddle_moe_ops import moe_permute, route
+from paddle_moe_ops.nn import SwiGLU
 from tests.packaging.subprocesses import run_python
 from tests.static.cases import CASES, FLOAT8_E5M2, layer
 from tests.static.forms import FORMS
@@ -158,6 +162,20 @@ def test_bad_data_raises_as_in_dygraph(full_graph, rng, place, monkeypatch):
         route_with_counts(*tensors)
     with pytest.raises(ValueError, match=message):
         paddle.jit.to_static(route_with_counts, full_graph=full_graph)(*tensors)
+
+
+def test_a_trace_that_raises_leaves_no_parameters_to_later_programs(place):
+    """Paddle keeps them under the number of the program, which a later one may get; it would read freed memory."""
+    shared = SwiGLU(4, 3)
+
+    def traced(x):
+        return shared(shared(x)[:, :3])
+
+    with pytest.raises(ValueError, match=r"SwiGLU: x must be of shape"):
+        paddle.jit.to_static(traced, full_graph=True)(paddle.ones([2, 4]))
+    gc.collect()
+    assert not _global_parameter_recorder.params_dict
+    assert not _global_parameter_recorder.tensor2value
 
 
 FIRST_CALL = """

@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-# Of all launches: dtypes by name, attributes of block types by element and shape, attributes of tensors by the name of
-# their type, and patches by the modules that a launch has called so far.
+# Caches of all launches: dtypes by name, attributes of block types by element and shape, attributes of tensors by the
+# name of their type, and patches by the modules that a launch has called so far.
 _DTYPES: dict[str, Any] = {}
 _BLOCK_TYPES: dict[tuple[Any, ...], dict[str, Any]] = {}
 _TENSORS: dict[str, dict[str, Any]] = {}

@@ -103,7 +103,7 @@ class Problem:
 
     @property
     def end(self) -> int:
-        """Of the rows of the last expert; nothing else is read."""
+        """The end of the last expert's rows; later rows are not read."""
         return max(np.flatnonzero(self.plan.row_to_token >= 0), default=-1) + 1
 
     def layer(self, gpu: Any, workspace: int) -> Layer:
@@ -240,7 +240,7 @@ def test_random_numbers_are_within_the_bound_of_what_is_rounded(rng, gpu, tiles,
 @pytest.mark.parametrize("keeps", [True, False], ids=["keeping h", "keeping x"])
 @pytest.mark.parametrize("gathers", [False, True], ids=["by windows", "gathered"])
 def test_no_array_has_the_rows_of_all_tokens(rng, gpu, tiles, monkeypatch, gathers, keeps):
-    """Of d columns; what is made beside results: H, one array of the size of A, tables, and the buffer."""
+    """Arrays beside the results: H, one array of the size of A, tables, and the buffer."""
     tiles(SMALL_TILES, gathers)
     monkeypatch.setattr(launchers, "_COLUMN_STEP", 16)
     problem = Problem(rng, Case(16, 64, 16, 3, 3, unassigned=0.0), ml_dtypes.bfloat16, False)
