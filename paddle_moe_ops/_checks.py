@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from paddle import Tensor
 
 from . import _env
-from ._graphs import GraphValue, context_manager, dtype_name, is_graph_value
+from ._graphs import GraphValue, context_manager, dtype_name, forget_failed_trace, is_graph_value
 from .backends import QuantizeSpec, Validation
 
 MAX_EXPERTS = 2**16
@@ -39,11 +39,13 @@ AMAX_LIMITS = (2.0**-100, (2 - 2.0**-23) * 2.0**127)
 
 def bad_value(function: str, argument: str, expected: str, given: object) -> NoReturn:
     """Raise the ValueError of this package."""
+    forget_failed_trace()
     raise ValueError(f"{function}: {argument} must be {expected}, but got {given}")
 
 
 def bad_type(function: str, argument: str, expected: str, given: object) -> NoReturn:
     """Raise the TypeError of this package."""
+    forget_failed_trace()
     raise TypeError(f"{function}: {argument} must be {expected}, but got {given}")
 
 

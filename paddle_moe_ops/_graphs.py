@@ -88,8 +88,7 @@ def public(
             try:
                 return function(*arguments, **keywords)
             except Exception:
-                if not paddle.in_dynamic_mode():
-                    _forget_with_program()
+                forget_failed_trace()
                 raise
             finally:
                 set_eval_frame(tracer)
@@ -126,12 +125,14 @@ def untraced(function: Callable[..., _Result], *arguments: Any, **keywords: Any)
         set_eval_frame(tracer)
 
 
-def _forget_with_program() -> None:
-    """Let Paddle forget the parameters of the current program when the program ends.
+def forget_failed_trace() -> None:
+    """Let Paddle forget the parameters of the program that is traced, if any, when that program ends.
 
-    If a trace raises, Paddle 3.3 keeps them under the program's address. A later program at this address would use
-    values that no longer exist, and end the process.
+    If a trace raises, Paddle 3.3 keeps them under the number of the program. A later program that gets this number would
+    use values that no longer exist, and end the process.
     """
+    if paddle.in_dynamic_mode():
+        return
     program = paddle.static.default_main_program()
     key = _program_hash(program)
     for records in (_global_parameter_recorder.params_dict, _global_parameter_recorder.tensor2value):
