@@ -128,8 +128,8 @@ def untraced(function: Callable[..., _Result], *arguments: Any, **keywords: Any)
 def forget_failed_trace() -> None:
     """Let Paddle forget the parameters of the program that is traced, if any, when that program ends.
 
-    If a trace raises, Paddle 3.3 keeps them under the number of the program. A later program that gets this number would
-    use values that no longer exist, and end the process.
+    If a trace raises, Paddle 3.3 keeps them under the number of the program. A later program with this number would use
+    values that no longer exist, and end the process.
     """
     if paddle.in_dynamic_mode():
         return
