@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from functools import partial
 from typing import Any, NamedTuple
@@ -155,8 +156,11 @@ def record(tokens: int) -> dict[str, list[Example]]:
         examples[name].append(Example(operator, arrays, attributes, wanting))
         return original(name, *arguments)
 
-    through_paddle = mock.patch.object(compiled, "_needs_paddle", return_value=True)
-    with through_paddle, mock.patch.object(paddle._C_ops, "_run_custom_op", recorder):
+    def through_paddle(operator: str, *arguments: Any) -> Any:
+        return recorder(f"pmo_{operator}", *arguments)
+
+    direct = {operator: functools.partial(through_paddle, operator) for operator in compiled._direct}
+    with mock.patch.object(compiled, "_direct", direct), mock.patch.object(paddle._C_ops, "_run_custom_op", recorder):
         for case in (*CASES, *LISTS):
             inputs = case.inputs(np.random.default_rng(tokens), tokens)
             tensors = {name: to_tensor(array) for name, array in inputs.items()}

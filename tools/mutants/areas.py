@@ -135,7 +135,7 @@ AREAS = {
     "triton_layer": Area(
         tuple(f"paddle_moe_ops/triton/{name}.py" for name in ("gemm/types", "gemm/gather_heuristic", "gemm/mlp")),
         (
-            *_tests("triton", "moe_mlp", "hopper_outer"),
+            *_tests("triton", "moe_mlp", "hopper_outer", "hopper_product"),
             *_tests("ops", "moe_mlp", "explain_layer"),
         ),
     ),
@@ -193,6 +193,7 @@ AREAS = {
 # Faults that leave the program correct: path, kind, regular expressions for the lines before the change, and the
 # reason.
 EQUIVALENT = (
+    (r"expert_parallel/agreement\.py", "", r'name="expert_parallel_alone"', "a label that nothing reads"),
     (r"kernels/cpu\.py", "", r"getloadavg|_SECONDS_PER_TURN|_ASSUMED_CACHE|_flush_buffer", "code around a timing"),
     (r"kernels/cpu\.py", "", r"needed > left|needed / 1e9", "an estimate"),
     (r"kernels/cpu_arrays\.py", "", r"_WORKERS|_PERIOD|_CHUNK_ELEMENTS =", "sizes of pieces"),
