@@ -86,3 +86,16 @@ time.sleep(1000)
     assert module("copies").outcome_of(process, f"MUTANTS_COPY={tmp_path}", 0.0) == ("out of time", "")
     assert select.select([child], [], [], 60)[0] == [child]  # it ended
     os.close(child)
+
+
+def test_a_file_whose_process_dies_without_a_fault_is_left_out(tmp_path):
+    tree, folder = tmp_path / "tree", tmp_path / "copies"
+    (tree / "tests").mkdir(parents=True)
+    folder.mkdir()
+    (tree / "tests" / "test_good.py").write_text("def test_one():\n    pass\n")
+    (tree / "tests" / "test_dies.py").write_text("import os\n\ndef test_two():\n    os.abort()\n")
+    copy = module("copies").Copy(tree, folder, links=False)
+    files = ["tests/test_dies.py", "tests/test_good.py"]
+    assert copy.recorded(files, [], sys.executable, leaves_out=True).tests == ["tests/test_good.py::test_one"]
+    with pytest.raises(RuntimeError, match="the tests fail without a fault"):
+        copy.recorded(files, [], sys.executable, leaves_out=False)

@@ -79,7 +79,10 @@ class Copy:
         self._libraries = cpp.Libraries(tree, self.root) if links else None
 
     def recorded(self, files: Sequence[str], sources: Sequence[str], python: str, *, leaves_out: bool) -> Record:
-        """Runs all tests of some files and returns their record. Failing tests are an error, or are excluded."""
+        """Runs all tests of some files and returns their record.
+
+        Failing tests, and files whose process dies, are an error, or are excluded.
+        """
         made, children = self._folder / "record.json", self._folder / "children"
         shutil.rmtree(children, ignore_errors=True)
         children.mkdir()
@@ -87,8 +90,14 @@ class Copy:
         if sources:
             variables["MUTANTS_CHILDREN"] = str(children)
         code, output = self._pytest(python, files, 2 * 3600, **variables)
-        found = json.loads(made.read_text()) if made.exists() else {"failed": []}
+        died = not made.exists() and code != _NO_TESTS
+        found = {"failed": []} if not made.exists() else json.loads(made.read_text())
         made.unlink(missing_ok=True)
+        if died and leaves_out:
+            if len(files) > 1:
+                return merged([self.recorded([file], sources, python, leaves_out=True) for file in files])
+            print(f"  left out: {files[0]}, whose process ended:\n{output[-2000:]}", flush=True)
+            return Record([], [], {})
         if found["failed"] and leaves_out:
             files = sorted({_file(found["tests"][test]) for test in found["failed"]})
             print(f"  left out: {len(found['failed'])} tests of {', '.join(files)}", flush=True)

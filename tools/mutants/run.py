@@ -154,10 +154,13 @@ class Run:
         """Tries a sample of each area and prints what survives."""
         options = self._options
         samples = [Sample(self._tree, name, options.mutants, options.seed, known) for name in names]
-        recording = [self._recording(sample) for sample in samples]
         trying: list[concurrent.futures.Future[None]] = []
-        for sample, made in zip(samples, recording, strict=True):
+        following = self._recording(samples[0])
+        for sample, after in zip(samples, [*samples[1:], None], strict=True):
             print(f"{sample.area}: {sample.count} of {len(sample.all)} mutants", flush=True)
+            made = following
+            if after is not None:  # the pool records it while the last tests of this area run
+                following = self._recording(after)
             record = made()
             pool = self._pools[sample.is_cpp]()
             trying += [pool.run(functools.partial(self._try, sample, record)) for _ in range(sample.count)]
