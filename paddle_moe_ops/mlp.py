@@ -222,10 +222,8 @@ def prepared(
     tokens = x
     if len(x.shape) != 2:
         tokens = _checks.lines(_NAME, "x", x, _checks.SUM_DTYPES, "d")
-    weights_rank = 0 if probs is None else len(probs.shape)
-    by_slot = weights_rank == 2 or (weights_rank == 1 and weights_by == "slot")
-    weights = probs
-    if probs is not None and by_slot and weights_rank == 1:
+    weights, by_slot = probs, probs is not None and (len(probs.shape) == 2 or weights_by == "slot")
+    if probs is not None and by_slot and len(probs.shape) == 1:
         weights = probs.reshape([-1, plan.topk])
     if accumulate:
         given = {"gate_up": gate_up, "down": down, **biases}

@@ -283,6 +283,7 @@ def test_what_is_wrong_with_lists_of_a_layer_is_named(rng, place):
     up, down = list(given["gate_up"]), list(given["down"])
     for changes, text in (
         ({"gate_up": up[:3]}, f"gate_up must be a list of {E} matrices, but got 3 of them"),
+        ({"gate_up": [up[0], up[1][:, :4], *up[2:]]}, f"gate_up[1] must be of shape [{D}, {2 * N}], but got [{D}, 4]"),
         ({"gate_up": [*up[:3], up[3][:, :4]]}, f"gate_up[3] must be of shape [{D}, {2 * N}], but got [{D}, 4]"),
         ({"gate_up": up, "down": [*down[:3], down[3].T]}, f"down[3] must be of shape [{N}, {D}], but got [{D}, {N}]"),
         (
