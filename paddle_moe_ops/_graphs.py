@@ -198,6 +198,11 @@ def of_shape(weight: Tensor, shape: list[int]) -> Tensor:
     return weight.reshape(shape) if -1 in weight.shape else weight
 
 
+def known_sizes(value: Tensor) -> list[Any]:
+    """The sizes of a tensor, for reshape; those that a graph does not know are values of the graph."""
+    return [size if size >= 0 else paddle.shape(value)[axis] for axis, size in enumerate(value.shape)]
+
+
 def is_on_gpu(value: Tensor) -> bool:
     """True if a tensor lies on a GPU; for a value of a static graph, if Paddle's current device is a GPU."""
     if isinstance(value, GraphValue):

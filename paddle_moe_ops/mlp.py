@@ -15,7 +15,7 @@ from paddle import Tensor, nn
 
 from . import _checks
 from ._activations import ACTIVATIONS, activate
-from ._graphs import GraphValue, is_graph_value, is_on_gpu, public, to_dtype
+from ._graphs import GraphValue, is_graph_value, is_on_gpu, known_sizes, public, to_dtype
 from ._matrices import Matrices, each_of, in_dtype, listed, matrices, named
 from ._native import native
 from .backends import Backend, Float8Matrices, GemmSpec, MlpSpec, accumulated, accumulated_each, resolve, why_not
@@ -141,10 +141,8 @@ def moe_mlp(
     """
     options = activation, transpose, weights_by, keep, workspace_mb, accumulate
     call = prepared(x, plan, probs, gate_up, down, *options, gate_up_bias, down_bias, compute, float8_matrices)
-    out, shape = outputs_of(call), x.shape
-    if len(shape) == 2:
-        return out
-    return out.reshape([size if size >= 0 else paddle.shape(x)[axis] for axis, size in enumerate(shape)])
+    out = outputs_of(call)
+    return out if len(x.shape) == 2 else out.reshape(known_sizes(x))
 
 
 def outputs_of(call: Prepared) -> Tensor:
@@ -236,12 +234,12 @@ def prepared(
 class LayerOptions(NamedTuple):
     """The options of `moe_mlp` by which layers differ; `moe_mlp` describes them."""
 
-    activation: str = "swiglu"
-    transpose: bool = False
-    keep: str = "h"
-    workspace_mb: int = 1024
-    accumulate: bool = False
-    compute: str | None = None
+    activation: str
+    transpose: bool
+    keep: str
+    workspace_mb: int
+    accumulate: bool
+    compute: str | None
 
 
 def prepared_layer(

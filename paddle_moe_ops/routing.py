@@ -12,7 +12,7 @@ import paddle
 from paddle import Tensor
 
 from . import _checks
-from ._graphs import constant, float32, is_graph_value, public
+from ._graphs import constant, float32, is_graph_value, known_sizes, public
 from .backends import Backend, RouteSpec, TopkSpec, Validation, resolve
 from .backends.base import Tensors
 
@@ -435,7 +435,7 @@ def calculate_topk(
     outputs = outputs if return_scores else outputs[:2]
     if gating.ndim == 2:
         return outputs
-    front = [size if size >= 0 else paddle.shape(gating)[axis] for axis, size in enumerate(gating.shape[:-1])]
+    *front, _ = known_sizes(gating)
     return tuple(each.reshape([*front, each.shape[-1]]) for each in outputs)
 
 

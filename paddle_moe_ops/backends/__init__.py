@@ -163,8 +163,8 @@ def _requested() -> tuple[str, str] | None:
     name = chosen()
     if name is not None:
         return name, "use_backend"
-    name = _env.environment.get(_env.BACKEND)
-    if not name:
+    name = _env.backend() if _env.environment.get(_env.BACKEND) else None
+    if name is None:
         return None
     _check_name(name, _env.BACKEND)
     return name, _env.BACKEND

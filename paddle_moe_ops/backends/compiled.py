@@ -158,7 +158,15 @@ def has_operators(x: Tensor) -> bool:
 
 
 def moe_mlp(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, plan: Any, *, float8: bool = False, **options: bool
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    plan: Any,
+    *,
+    transpose: bool,
+    keeps_hidden: bool,
+    float8: bool = False,
 ) -> Tensor:
     """Return each token's weighted sum of the outputs of its SwiGLU experts; differentiable once.
 
@@ -168,14 +176,15 @@ def moe_mlp(
         down: [E, n, d], or [E, d, n].
         weights: float32 [N], per row.
         plan: the map of tokens to rows.
+        transpose: whether the matrices are stored transposed.
+        keeps_hidden: whether the first GEMM's output is saved for the backward pass; otherwise it is recomputed.
         float8: whether GEMMs have float8 operands. Without hardware support they multiply quantised values in float32.
-        options: ``transpose`` and ``keeps_hidden``, as in `MlpSpec`.
     """
     operands = x, gate_up, down, weights
     wanted = [not each.stop_gradient for each in operands]
-    keeps = options["keeps_hidden"] and any(wanted) and paddle.is_grad_enabled()
+    keeps = keeps_hidden and any(wanted) and paddle.is_grad_enabled()
     maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets
-    out, hidden = _run(f"moe_mlp{'_float8' * float8}", *operands, *maps, options["transpose"], keeps, *wanted)
+    out, hidden = _run("moe_mlp_float8" if float8 else "moe_mlp", *operands, *maps, transpose, keeps, *wanted)
     _stop_gradients(hidden)
     return out
 

@@ -489,14 +489,11 @@ def _combine(out: Tensor, received: Received) -> Tensor:
         _checks.tensor(name, "out", out, _checks.SUM_DTYPES, [lines, "hidden"], f"[{lines}, hidden], {what}")
         if back.plan is None or isinstance(back.peers, DeepEP):
             return back.peers.combine(out, back.trip)
-        return _sums(back.peers.combine_rows(out, back.trip), back.plan, back.weights)
-    lines = sum(back.counts.sent)
-    what = _OF_ROWS if back.chunks is not None else _OF_TOKENS
-    _checks.tensor(name, "out", out, _checks.SUM_DTYPES, [lines, "hidden"], f"[{lines}, hidden], {what}")
-    travelling = out if back.chunks is None else back.chunks.by_rank(out)
-    return _sums(exchange(travelling, back.counts, combine_step(back.call, out)), back.plan, back.weights)
-
-
-def _sums(rows: Tensor, plan: Plan, weights: Tensor | None) -> Tensor:
-    """The sums of each token's rows."""
-    return resolve("unpermute", rows).unpermute(rows, weights, plan)
+        rows = back.peers.combine_rows(out, back.trip)
+    else:
+        lines = sum(back.counts.sent)
+        what = _OF_ROWS if back.chunks is not None else _OF_TOKENS
+        _checks.tensor(name, "out", out, _checks.SUM_DTYPES, [lines, "hidden"], f"[{lines}, hidden], {what}")
+        travelling = out if back.chunks is None else back.chunks.by_rank(out)
+        rows = exchange(travelling, back.counts, combine_step(back.call, out))
+    return resolve("unpermute", rows).unpermute(rows, back.weights, back.plan)

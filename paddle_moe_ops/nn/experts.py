@@ -305,9 +305,10 @@ def _check_destinations(name: str, given: _Parameters) -> None:
 
 def _accumulates(name: str, rows: Tensor, training: bool, *, accumulate: bool) -> bool:
     """True if this call's gradients are added to existing ones, which a graph cannot do."""
-    if accumulate and training and is_graph_value(rows):
+    in_graph = isinstance(rows, GraphValue)
+    if accumulate and training and in_graph:
         _checks.bad_value(name, "accumulate", f"False, or the layer in eval() mode, {IN_GRAPH}", True)
-    return accumulate and not isinstance(rows, GraphValue)
+    return accumulate and not in_graph
 
 
 @public("x", "gate_up", "down")

@@ -17,7 +17,7 @@ from paddle.jit import not_to_static
 from paddle.jit.sot.psdb import in_sot
 
 from .. import _checks
-from .._graphs import GraphValue, filled, in_float32, is_graph_value, public
+from .._graphs import GraphValue, filled, in_float32, is_graph_value, known_sizes, public
 from ..backends import RouteSpec
 from ..expert_parallel.agreement import group_of, raising_together
 from ..expert_parallel.alltoall import check_travel
@@ -373,7 +373,7 @@ def _result(out: Tensor, shared: Tensor | None, x: Tensor) -> Tensor:
     if shared is not None:
         out = in_float32(paddle.add, out, shared)
     if x.ndim > 2:
-        out = out.reshape([size if size >= 0 else paddle.shape(x)[axis] for axis, size in enumerate(x.shape)])
+        out = out.reshape(known_sizes(x))
     return _checks.of_its_shape(_NAME, out)
 
 
