@@ -19,7 +19,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 CSRC := paddle_moe_ops/csrc
 BUILD_INPUTS := setup.py $(shell find $(CSRC) -type f)
 FORMAT_INPUTS := $(shell find paddle_moe_ops -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-CORE_SOURCES := $(wildcard $(CSRC)/common/*.cc $(CSRC)/cpu/*.cc)
+CORE_SOURCES := $(wildcard $(CSRC)/common/*.cc $(CSRC)/cpu/*.cc $(CSRC)/layer/*.cc)
 
 # -ffp-contract=off: sums are the same bits on every compiler.
 CORE_FLAGS := -std=c++17 -fPIC -pthread -fvisibility=hidden -ffp-contract=off -Wall -Wextra -Werror -I$(CSRC)/include -I$(CSRC)

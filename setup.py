@@ -287,7 +287,7 @@ class PlainSource(sdist):
 
 
 def operators_extension() -> setuptools.Extension:
-    sources = sources_in("common/*.cc", "cpu/*.cc", "paddle/*.cc")
+    sources = sources_in("common/*.cc", "cpu/*.cc", "layer/*.cc", "paddle/*.cc")
     # Messages name source files by the same relative path on every build machine.
     folders = (ROOT, Path(paddle.__file__).parents[1])
     relative_paths = [f"-ffile-prefix-map={folder}=." for folder in folders]

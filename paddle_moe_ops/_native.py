@@ -16,6 +16,10 @@ from paddle import Tensor
 __all__ = ["Native", "native"]
 
 
+def _no_plan(*_: Any) -> tuple[int, ...]:
+    raise RuntimeError("this needs the compiled operators")
+
+
 def _no_facts(*_: Any) -> None:
     return None
 
@@ -46,6 +50,7 @@ class Native:
         carries_graph: of values of any type; True if one is a tensor that requires a gradient, or None if one is a
             container, which would have to be searched.
         recordings: a `triton.native_recording.Functions`, or None.
+        layer_plan: of sizes; returns the choices of csrc/paddle/layer_plan.cc for the current GPU.
     """
 
     def __init__(self) -> None:
@@ -54,13 +59,14 @@ class Native:
         self.was_changed: Callable[[Any], bool] = _was_changed
         self.carries_graph: Callable[..., bool | None] = _carries_graph
         self.recordings: Any = None
+        self.layer_plan: Callable[..., tuple[int, ...]] = _no_plan
 
     def load(self, module: Any) -> None:
         """Use the functions of the library, a Python module; under Paddle 2 it has none."""
         if hasattr(module, "_facts"):
             self.facts, self.watch, self.was_changed = module._facts, module._watch, module._was_changed
             self.carries_graph = module._carries_graph
-            self.recordings = _Recordings(module)
+            self.recordings, self.layer_plan = _Recordings(module), module._layer_plan
 
 
 class _Recordings:

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import paddle
 from paddle import Tensor
 
 from . import _checks
 from ._graphs import constant, untraced
-from .backends import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, chosen, compiled_backend
+from .backends import MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, chosen, compiled_backend, layer_operator
 from .routing import Plan
 
 AMAX_MIN = 1e-4
@@ -137,6 +138,47 @@ def quick_moe_unpermute(
     return outputs
 
 
+def quick_moe_mlp(
+    x: Any = None,
+    plan: Any = None,
+    probs: Any = None,
+    gate_up: Any = None,
+    down: Any = None,
+    *others: Any,
+    activation: Any = "swiglu",
+    transpose: Any = False,
+    weights_by: Any = None,
+    keep: Any = "h",
+    workspace_mb: Any = 1024,
+    accumulate: Any = False,
+    **more: Any,
+) -> Tensor | None:
+    """The result of a plain call of `moe_mlp`, or None for other calls."""
+    if (
+        type(plan) is not Plan
+        or others
+        or more
+        or accumulate is not False
+        or type(transpose) is not bool
+        or type(workspace_mb) is not int
+        or (type(activation), type(keep)) != (str, str)
+        or activation != "swiglu"
+        or keep not in ("h", "x")
+        or chosen() is not None
+        or paddle.amp.is_autocast_enabled()
+    ):
+        return None
+    by_row = type(weights_by) is str and weights_by == "row"
+    if not by_row and (weights_by is not None or getattr(probs, "ndim", 0) != 2):
+        return None
+    maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets, plan.slot_to_row
+    operands = x, gate_up, down, probs
+    out = compiled_backend.quick_moe_mlp(*operands, *maps, int(transpose), workspace_mb, int(by_row))
+    if out is True:
+        return _go_on(_moe_mlp_with_gradient, *operands, plan, transpose, keep, workspace_mb, not by_row)
+    return out
+
+
 def _go_on(operator: Callable[..., Any], rows: Tensor, *others: Any) -> Any:
     """Run an operator with fitting arguments, one of which requires a gradient; None if it has no kernels for the
     rows."""
@@ -153,6 +195,27 @@ def _permute_with_gradient(x: Tensor, plan: Plan) -> tuple[Tensor, None]:
 
 def _unpermute_with_gradient(y: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
     return compiled_backend.unpermute(y, probs, constant(plan))
+
+
+def _moe_mlp_with_gradient(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    probs: Tensor,
+    plan: Plan,
+    transpose: bool,
+    keep: str,
+    workspace_mb: int,
+    by_slot: bool,
+) -> Tensor:
+    return layer_operator(
+        *(x, gate_up, down, probs, constant(plan)),
+        transpose=transpose,
+        keeps_hidden=keep == "h",
+        workspace=workspace_mb << 20,
+        in_place=True,
+        by_slot=by_slot,
+    )
 
 
 def _moe_permute_with_gradient(

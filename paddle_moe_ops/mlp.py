@@ -18,6 +18,7 @@ from ._activations import ACTIVATIONS, activate
 from ._graphs import GraphValue, is_graph_value, is_on_gpu, known_sizes, public, to_dtype
 from ._matrices import Matrices, each_of, in_dtype, listed, matrices, named
 from ._native import native
+from ._quick import quick_moe_mlp
 from .backends import Backend, Float8Matrices, GemmSpec, MlpSpec, accumulated, accumulated_each, resolve, why_not
 from .backends.experts import holds_others, is_default
 from .gemm import multiplied
@@ -34,7 +35,7 @@ _passed: set[Hashable] = set()
 _PASSED_KEPT = 1024
 
 
-@public("x", "probs", "gate_up", "down", "gate_up_bias", "down_bias")
+@public("x", "probs", "gate_up", "down", "gate_up_bias", "down_bias", quick=quick_moe_mlp)
 def moe_mlp(
     x: Tensor,
     plan: Plan,

@@ -16,6 +16,7 @@ from paddle_moe_ops.triton.gemm.mlp import moe_mlp, moe_mlp_backward
 from paddle_moe_ops.triton.gemm.types import Groups, Layer, Tokens
 
 from .inputs import Inputs
+from .library import LibraryLayer
 from .peers import UNSLOTH_CONFIGS, ProductByExpert, unsloth_grouped_gemm
 from .sonic import sonic_layer
 
@@ -67,6 +68,12 @@ def ours(
 
     options = {**matrices, "hidden_in_float8": True} if hidden_in_float8 else matrices
     return Passes(lambda: there(device, i.x, layer, keeps_hidden, **options), backward)
+
+
+def library_layer(inputs: Inputs, keeps_hidden: bool = True, workspace_mb: int = WORKSPACE_MB) -> Passes:
+    """The compiled library's layer, which the operator moe_mlp runs."""
+    layer = LibraryLayer(inputs, keeps_hidden, workspace_mb)
+    return Passes(layer.forward, layer.backward)
 
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -135,6 +142,9 @@ def sonic(inputs: Inputs, tuned: bool = True) -> Passes:
 
 IMPLEMENTATIONS: dict[str, Callable[[Inputs], Passes]] = {
     "ours": ours,
+    "ours, library": library_layer,
+    "ours, library, keep x": functools.partial(library_layer, keeps_hidden=False),
+    "ours, library, 256 MiB": functools.partial(library_layer, workspace_mb=256),
     "ours, Triton alone": lambda inputs: ours(inputs, triton_alone=True),
     "ours, gradients of matrices by Triton": lambda inputs: ours(inputs, library_gradients=False),
     FLOAT8: lambda inputs: ours(inputs, float8=True),

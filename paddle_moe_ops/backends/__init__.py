@@ -60,6 +60,7 @@ __all__ = [
     "direct",
     "explain_operators",
     "lay_side_by_side",
+    "layer_operator",
     "register",
     "register_note",
     "register_operators",
@@ -78,6 +79,7 @@ _notes: list[Callable[[], str]] = []
 _chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("paddle_moe_ops_backend", default=None)
 chosen = _chosen.get  # the backend of `use_backend` here, or None
 compiled_backend = compiled.backend
+layer_operator = compiled.moe_mlp
 
 
 @functools.cache

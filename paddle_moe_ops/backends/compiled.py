@@ -15,14 +15,12 @@ import paddle
 from paddle import Tensor
 
 from .. import _build_check, _env
-from .._graphs import GraphValue, filled, float32, to_dtype, without_autocast
+from .._graphs import GraphValue, filled
 from .._native import native
 from ..triton.launch.paddle_device import RIG
 from .base import (
     FLOAT8,
     OPERATORS,
-    Matrices,
-    MlpSpec,
     MoePermuteSpec,
     MoeUnpermuteSpec,
     QuantizeSpec,
@@ -34,9 +32,10 @@ from .base import (
     Validation,
     constant_if_float8,
 )
-from .groups import check_plan_groups
 
 LIBRARY = _build_check.library()
+
+WORKSPACE_BYTES = 1 << 30  # of a layer, by default
 
 # Values of the enums of csrc/include/pmo.
 _DUPLICATES = {"first": 0, "each": 1}
@@ -55,6 +54,7 @@ QUICK = (
     "quick_moe_permute",
     "quick_moe_unpermute",
     "quick_moe_unpermute_weighted",
+    "quick_moe_mlp",
 )
 
 _direct: dict[str, Callable[..., tuple[Tensor, ...]]] = {}  # operators without support for gradients and graphs
@@ -166,6 +166,9 @@ def moe_mlp(
     *,
     transpose: bool,
     keeps_hidden: bool,
+    workspace: int = WORKSPACE_BYTES,
+    in_place: bool = False,
+    by_slot: bool = False,
     float8: bool = False,
 ) -> Tensor:
     """Return each token's weighted sum of the outputs of its SwiGLU experts; differentiable once.
@@ -174,17 +177,21 @@ def moe_mlp(
         x: float32, float16 or bfloat16 [T, d].
         gate_up: [E, d, 2n], or [E, 2n, d] with ``transpose``; dtype of ``x``.
         down: [E, n, d], or [E, d, n].
-        weights: float32 [N], per row.
+        weights: float32 [N], per row, or [T, K] with ``by_slot``.
         plan: the map of tokens to rows.
         transpose: whether the matrices are stored transposed.
         keeps_hidden: whether the first GEMM's output is saved for the backward pass; otherwise it is recomputed.
+        workspace: bytes of the buffer for rows of d columns, on a GPU with kernels.
+        in_place: whether the backward pass may overwrite the saved output; a second one through the graph then raises.
+        by_slot: whether the weights are per slot.
         float8: whether GEMMs have float8 operands. Without hardware support they multiply quantised values in float32.
     """
     operands = x, gate_up, down, weights
     wanted = [not each.stop_gradient for each in operands]
     keeps = keeps_hidden and any(wanted) and paddle.is_grad_enabled()
-    maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets
-    out, hidden = _run("moe_mlp_float8" if float8 else "moe_mlp", *operands, *maps, transpose, keeps, *wanted)
+    maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets, plan.slot_to_row
+    attributes = transpose, keeps, *wanted, in_place, workspace, by_slot
+    out, hidden = _run("moe_mlp_float8" if float8 else "moe_mlp", *operands, *maps, *attributes)
     _stop_gradients(hidden)
     return out
 
@@ -232,49 +239,6 @@ def _quantize_attributes(spec: QuantizeSpec) -> tuple[bool, bool, float]:
     return spec.ue8m0, spec.scale_layout == "col", spec.amax_min
 
 
-class LayerOperators:
-    """A layer of experts as one operator of the library, for a backend that runs on every device."""
-
-    def unavailable(self) -> str | None:
-        return None
-
-    def cannot_run_on(self, tensor: Tensor) -> str | None:
-        return None
-
-    def why_composed(self, x: Tensor, gate_up: Matrices, down: Matrices, spec: MlpSpec) -> str | None:
-        in_graph = isinstance(x, GraphValue)
-        if not has_operators(x):
-            return "the compiled library has no operators there"
-        if spec.compute is not None:
-            # In dygraph, calls may cache float8 matrices, and each matrix of a list has its own gradient.
-            return None if in_graph else "float8 layers are the library's operator in graphs alone"
-        if spec.accumulates:
-            return "the library's operator does not accumulate"
-        for each in (gate_up, down):
-            if not isinstance(each, (Tensor, GraphValue)) or each.dtype != x.dtype:
-                return "the library's operator takes one tensor each of gate_up and down, of the tokens' dtype"
-        return None
-
-    def moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec) -> Tensor:
-        plan = spec.plan
-        if spec.validation != Validation.OFF and not isinstance(x, GraphValue):
-            check_plan_groups(plan)
-        with without_autocast():
-            if weights is None:
-                weights = paddle.ones_like(plan.row_to_token, dtype="float32")
-            elif spec.weights_by_slot:
-                weights = backend.slots_to_rows(weights, plan)
-            stacked = (
-                each if isinstance(each, (Tensor, GraphValue)) else paddle.stack(each) for each in (gate_up, down)
-            )
-            tokens, (gate_up, down) = x, stacked
-            if gate_up.dtype != x.dtype or down.dtype != x.dtype:
-                tokens, gate_up, down = float32(x), float32(gate_up), float32(down)
-            options = {"transpose": spec.transpose, "keeps_hidden": spec.keeps_hidden}
-            float8 = spec.compute is not None
-            return to_dtype(moe_mlp(tokens, gate_up, down, weights, plan, **options, float8=float8), x.dtype)
-
-
 class CompiledBackend:
     """The backend that calls the operators of the compiled library."""
 
@@ -288,6 +252,7 @@ class CompiledBackend:
         # Placeholders until the library is loaded; see csrc/paddle/direct.h.
         self.quick_permute = self.quick_unpermute = self.quick_unpermute_weighted = _declines
         self.quick_moe_permute = self.quick_moe_unpermute = self.quick_moe_unpermute_weighted = _declines
+        self.quick_moe_mlp = _declines
 
     def unavailable(self) -> str | None:
         return _library_problem()

@@ -23,11 +23,12 @@ from .._graphs import (
 from . import compiled
 from .base import GemmSpec, Validation
 from .groups import host_segments
+from .layers import LayerOperators
 
 _MOST_EXPERTS = 2**16  # limit of the operator
 
 
-class MatmulBackend(compiled.LayerOperators):
+class MatmulBackend(LayerOperators):
     """The backend that runs a grouped GEMM on stacked matrices as one operator, which selects kernels or a matmul.
 
     For a list of matrices, it splits the rows by group in Python. In dygraph it then copies sizes and offsets to the

@@ -18,6 +18,8 @@ from ..reference.routing import check_ids
 from ..triton.launch import paddle_device
 from .arrays import numpy_dtype, to_numpy
 from .base import (
+    Matrices,
+    MlpSpec,
     MoePermuteSpec,
     MoeUnpermuteSpec,
     QuantizeSpec,
@@ -30,6 +32,7 @@ from .base import (
 )
 from .gradients import WithGradients
 from .host_checks import check_chunks, host_chunk_rows, host_route
+from .layers import explain_operator, layer_by_operator, runs_by_operator
 from .triton_arrays import aligned, dense_rows, device_of
 from .triton_products import ProductKernels
 
@@ -374,4 +377,20 @@ def _check_rowmap(rowmap: Tensor, pad_offsets: Tensor | None, num_rows: int, spe
     read_rowmap(rows, num_rows, check_range=spec.check_range, check_repeats=spec.check_repeats)
 
 
-backend = WithGradients(TritonKernels())
+class TritonBackend(WithGradients):
+    """The kernels with their gradients; a layer is the library's operator if its kernels compute all GEMMs of it."""
+
+    def moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec) -> Tensor:
+        if runs_by_operator(x, down, spec):
+            return layer_by_operator(x, gate_up, down, weights, spec)
+        return super().moe_mlp(x, gate_up, down, weights, spec)
+
+    def explain_moe_mlp(
+        self, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec, wanted: Any
+    ) -> list[str]:
+        if runs_by_operator(x, down, spec):
+            return explain_operator(x, down, spec, wanted)
+        return super().explain_moe_mlp(x, gate_up, down, weights, spec, wanted)
+
+
+backend = TritonBackend(TritonKernels())

@@ -185,7 +185,7 @@ def test_moves_of_any_zero_size_need_no_arrays(
         core.run("dequantize", dequantize)
         sums = {**sizes, "max_rows_per_token": rows_per_token, "num_weights": num_rows, "rows_row_stride": stride}
         arrays = given(rows=by_row, token_rows=token_rows, weights=np.ones(num_rows, np.float32))
-        core.run("unpermute", UnpermuteParams(**sums, **arrays, **given(out=out)))
+        core.run("unpermute", UnpermuteParams(**sums, out_row_stride=hidden, **arrays, **given(out=out)))
         outputs = given(d_out=by_token, row_to_token=row_to_token, d_rows=d_rows, d_weights=d_weights)
         backward = UnpermuteBackwardParams(**sums, d_out_row_stride=stride, **arrays, **outputs)
         core.run("unpermute_backward", backward)

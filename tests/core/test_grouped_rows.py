@@ -38,7 +38,12 @@ LIMITS = {np.dtype(np.float32): 1e-5, np.dtype(np.float16): 2e-3, np.dtype(ml_dt
 
 
 def tables_by_loops(
-    sizes: list[int], offsets: list[int] | None, num_rows: int, tile_rows: int = TILE_ROWS
+    sizes: list[int],
+    offsets: list[int] | None,
+    num_rows: int,
+    tile_rows: int = TILE_ROWS,
+    num_chunks: int = 0,
+    chunk_rows: int = 0,
 ) -> tuple[list[int], ...]:
     first, stop, tiles, rows, end = [], [], [0], 0, 0
     for expert, size in enumerate(sizes):
@@ -49,7 +54,9 @@ def tables_by_loops(
         first.append(begin)
         stop.append(end)
         tiles.append(tiles[-1] + -(-(end - begin) // tile_rows))
-    return first, stop, tiles, [0, tiles[-1], 0, 0]
+    begins = [row for limits in zip(first, stop, strict=True) for row in range(*limits, tile_rows)]
+    before = [sum(begin < chunk * chunk_rows for begin in begins) for chunk in range(num_chunks)]
+    return first, stop, tiles, [*before, tiles[-1], 0, tiles[-1]], [0, 0]
 
 
 NUMBERS = st.one_of(st.integers(0, 300), st.integers(-5, 5), st.sampled_from([-(2**31), 2**31 - 1]))
@@ -61,7 +68,8 @@ NUMBERS = st.one_of(st.integers(0, 300), st.integers(-5, 5), st.sampled_from([-(
     num_rows=st.integers(0, 900),
     has_offsets=st.booleans(),
     dtypes=st.tuples(*[st.sampled_from([np.int32, np.int64])] * 2),
-    tile_rows=st.sampled_from([TILE_ROWS, 128, 1]),
+    tile_rows=st.sampled_from([[TILE_ROWS], [128, TILE_ROWS], [1]]),
+    chunks=st.sampled_from([(0, 0), (1, 1000), (4, 200), (7, 128)]),
 )
 def test_tables_of_any_sizes_at_any_offsets(
     core: Core,
@@ -69,12 +77,15 @@ def test_tables_of_any_sizes_at_any_offsets(
     num_rows: int,
     has_offsets: bool,
     dtypes: tuple[type, type],
-    tile_rows: int,
+    tile_rows: list[int],
+    chunks: tuple[int, int],
 ) -> None:
     sizes, offsets = [size for size, _ in experts], [offset for _, offset in experts] if has_offsets else None
     starts = None if offsets is None else np.array(offsets, dtypes[1])
-    made = grouped_tables(core, np.array(sizes, dtypes[0]), starts, num_rows, tile_rows)
-    assert tuple(each.tolist() for each in made) == tables_by_loops(sizes, offsets, num_rows, tile_rows)
+    made = grouped_tables(core, np.array(sizes, dtypes[0]), starts, num_rows, tile_rows, *chunks)
+    for height, tables in zip(tile_rows, made, strict=True):
+        expected = tables_by_loops(sizes, offsets, num_rows, height, *chunks)
+        assert tuple(each.tolist() for each in tables) == expected
 
 
 @pytest.mark.parametrize("num_experts", [1, 255, 256, 257, 1025, 65536])
@@ -85,8 +96,9 @@ def test_tables_of_many_experts(core: Core, num_experts: int, has_offsets: bool)
     padded = -(-sizes // 16) * 16
     offsets = np.concatenate([[0], np.cumsum(padded)]) if has_offsets else None
     num_rows = int(padded.sum()) - 100 if num_experts > 1 else 50
-    made = grouped_tables(core, sizes, offsets, num_rows)
-    expected = tables_by_loops(sizes.tolist(), None if offsets is None else offsets.tolist(), num_rows)
+    made = grouped_tables(core, sizes, offsets, num_rows, num_chunks=3, chunk_rows=300)[0]
+    starts = None if offsets is None else offsets.tolist()
+    expected = tables_by_loops(sizes.tolist(), starts, num_rows, num_chunks=3, chunk_rows=300)
     assert tuple(each.tolist() for each in made) == expected
 
 

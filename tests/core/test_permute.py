@@ -175,3 +175,23 @@ def test_any_negative_token_marks_padding_and_no_token_is_read_by_it(core: Core,
         assert not rows.view(np.uint32).any()
     else:
         assert is_poison(rows)
+
+
+@pytest.mark.parametrize("end", [None, 0, 70, 10**6])
+@pytest.mark.parametrize("hidden", [3, 512, 7168])
+@pytest.mark.parametrize("chunk", [(0, 63), (17, 40), (88, 0), (89, 1)])
+def test_a_chunk_is_the_same_as_those_rows_of_the_whole(
+    core: Core, chunk: tuple[int, int], hidden: int, end: int | None
+) -> None:
+    problem = make_problem(make_ids("half_unassigned", SMALL, seed=3), SMALL.E, SMALL.A, num_rows=90)
+    plan, x = problem.plan, random_bytes((SMALL.T, hidden), np.float16, seed=4)
+    whole, _ = permute(core, x, plan.slot_to_row, plan.row_to_token)
+    first, count = chunk
+    owners = np.ascontiguousarray(plan.row_to_token[first : first + count])
+    with guarded_outputs() as output:
+        rows = output((count, hidden), np.float16)
+        rows_end = None if end is None else np.array([end], np.int32)
+        core.run("permute", permute_params(x, plan.slot_to_row, owners, rows, first_row=first, rows_end=rows_end))
+    is_left = (owners < 0) & (first + np.arange(count) >= (10**9 if end is None else end))
+    assert_same_bits(rows[~is_left], whole[first : first + count][~is_left])
+    assert is_poison(rows[is_left])

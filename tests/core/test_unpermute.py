@@ -22,8 +22,8 @@ from ..reference.cases import (
 )
 from .binding import Core
 from .cases import EXAMPLES, INT32, SHAPES, SMALL, Problem, make_plan, make_probs, problems
-from .guards import at_odd_address, with_row_gaps
-from .operators.unpermute import unpermute
+from .guards import at_odd_address, guarded_outputs, is_poison, with_row_gaps
+from .operators.unpermute import unpermute, unpermute_params
 
 bfloat16 = ml_dtypes.bfloat16
 
@@ -264,3 +264,17 @@ def test_rows_beyond_the_weights_weigh_nothing(core: Core) -> None:
     rows = np.ones((3, 2), np.float32)
     out = unpermute(core, rows, np.array([[0, 1, 2]], np.int32), np.array([5, 7], np.float32))
     assert out.tolist() == [[12, 12]]
+
+
+@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=dtype_name)
+@pytest.mark.parametrize(("hidden", "first", "wide"), [(3, 1, 5), (64, 8, 72), (256, 0, 1024)])
+def test_columns_of_a_wider_result(core: Core, dtype: DTypeLike, hidden: int, first: int, wide: int) -> None:
+    plan = make_plan("zipf", SMALL, seed=1)
+    rows = ordinary_floats((plan.num_rows, hidden), dtype, seed=1)
+    with guarded_outputs() as output:
+        out = output((SMALL.T, wide), dtype)
+        columns = out[:, first : first + hidden]
+        core.run("unpermute", unpermute_params(rows, plan.token_rows, columns))
+    assert_same_bits(columns, unpermute(core, rows, plan.token_rows))
+    assert is_poison(out[:, :first])
+    assert is_poison(out[:, first + hidden :])

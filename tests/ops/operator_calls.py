@@ -69,12 +69,16 @@ EXPERTS = {
     **ROW_TO_TOKEN,
     "sizes": array(PLAN.tokens_per_expert),
     "offsets": array(PLAN.expert_offsets),
+    "slot_to_row": MAPS["slot_to_row"],
     "transpose": False,
     "keep_hidden": True,
     "need_x_grad": True,
     "need_gate_up_grad": True,
     "need_down_grad": True,
     "need_weights_grad": True,
+    "in_place": False,
+    "workspace": 1 << 30,
+    "by_slot": False,
 }
 # operator -> arguments that it takes, in their order
 GOOD_CALLS: dict[str, dict[str, Any]] = {

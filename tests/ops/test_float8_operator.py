@@ -191,9 +191,9 @@ def test_what_is_given_of_rows_of_no_expert_is_zero(sizes, rng, place):
     layer = Float8Layer(rng, PADDED, BF16, form="by row", sizes=sizes, buffer_size=4000)
     leaves = layer.leaves(place)
     operands, plan = operands_of(layer, place, leaves)
-    maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets
+    maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets, plan.slot_to_row
     with paddle.no_grad():
-        _, hidden = compiled.direct("moe_mlp_float8", *operands, *maps, False, True, *[False] * 4)
+        _, hidden = compiled.direct("moe_mlp_float8", *operands, *maps, False, True, *[False] * 5, 1 << 30, False)
     unused = np.flatnonzero(layer.plan.row_to_token < 0)
     assert len(unused) > 1000
     assert not to_numpy(hidden)[unused].astype(np.float32).any()

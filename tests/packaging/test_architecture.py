@@ -28,7 +28,9 @@ LAYERS = (
         *("functional", "quantization", "routing"),
     },
     {"backends"},
-    {"backends.compiled", "backends.triton", "backends.matmul", "backends.reference"},
+    {"backends.triton", "backends.matmul", "backends.reference"},
+    {"backends.layers"},
+    {"backends.compiled"},
     {
         *(
             "backends.accumulation",
@@ -163,8 +165,8 @@ def test_no_module_imports_what_is_not_installed_with_the_package():
 def test_only_the_chooser_imports_backend_implementations():
     implementations = {"backends.compiled", "backends.triton", "backends.matmul", "backends.reference"}
     importers = {name for name, path in MODULES if own_imports(name, path) & implementations}
-    # Paddle's matmul of groups is an operator of the library where they lie in host memory.
-    assert importers - {"backends"} <= {"_report", "backends.matmul"}
+    # Other backends leave whole layers, and Paddle's matmul of groups in host memory, to operators of the library.
+    assert importers - {"backends"} <= {"_report", "backends.layers", "backends.matmul"}
 
 
 def test_reference_imports_nothing_of_ours_and_no_framework():

@@ -136,10 +136,12 @@ def test_a_program_knows_shapes_and_dtypes_of_both_results(operator, keeps, dtyp
 
     def call(x, scores, gate_up, down):
         plan = route(paddle.topk(scores, K)[1], num_experts=E)
-        maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets
+        maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets, plan.slot_to_row
         weights = paddle.ones_like(plan.row_to_token, dtype="float32")
         operands = x.astype(gate_up.dtype), gate_up, down, weights
-        return paddle._C_ops._run_custom_op(f"pmo_{operator}", *operands, *maps, False, keeps, *[False] * 4)
+        return paddle._C_ops._run_custom_op(
+            f"pmo_{operator}", *operands, *maps, False, keeps, *[False] * 5, 1 << 30, False
+        )
 
     register_operators()
     out, hidden = call(*(tensor(each, place) for each in arrays(rng, 63, dtype).values()))

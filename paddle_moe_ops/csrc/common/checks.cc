@@ -161,8 +161,10 @@ int check_permute(const pmo_permute_params& p) {
   PMO_REQUIRE(p.rows == nullptr || p.x != nullptr || p.num_tokens * p.hidden == 0, "x", "given when rows is wanted");
   PMO_REQUIRE(p.row_scales == nullptr || p.scale != nullptr || p.num_tokens * p.scale_cols == 0, "scale",
               "given when row_scales is wanted");
+  PMO_REQUIRE(p.first_row >= 0 && p.first_row <= kMaxIndex - p.num_rows, "first_row", ">= 0, with num_rows below 2^31");
   PMO_REQUIRE_ARRAY(p.slot_to_row, p.num_tokens * p.topk, "slot_to_row");
   PMO_REQUIRE_ARRAY(p.row_to_token, p.num_rows, "row_to_token");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.rows_end, "rows_end");
   return PMO_OK;
 }
 
@@ -171,6 +173,7 @@ int check_route_permute(const pmo_route_params& route, const pmo_permute_params&
               "permute", "of the same num_tokens, topk and num_rows as route");
   PMO_REQUIRE(permute.slot_to_row == route.slot_to_row && permute.row_to_token == route.row_to_token, "permute",
               "given the slot_to_row and row_to_token that route writes");
+  PMO_REQUIRE(permute.first_row == 0 && permute.rows_end == nullptr, "permute", "of all rows");
   return check_permute(permute);
 }
 
@@ -178,6 +181,7 @@ int check_unpermute(const pmo_unpermute_params& p) {
   if (const int status = check_common(p)) return status;
   PMO_REQUIRE(p.rows != nullptr || p.num_rows * p.hidden == 0, "rows", "given");
   PMO_REQUIRE(p.out != nullptr || p.num_tokens * p.hidden == 0, "out", "given");
+  PMO_REQUIRE(p.out_row_stride >= p.hidden && p.out_row_stride <= kMaxColumns, "out_row_stride", "in [hidden, 2^28]");
   return PMO_OK;
 }
 

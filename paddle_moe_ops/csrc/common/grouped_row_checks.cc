@@ -41,13 +41,13 @@ int check_grouped_tables(const pmo_grouped_tables_params& p) {
   PMO_REQUIRE(is_id_kind(p.sizes_kind), "sizes_kind", "PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64");
   PMO_REQUIRE(is_id_kind(p.offsets_kind), "offsets_kind", "PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64");
   PMO_REQUIRE(p.tile_rows >= 1, "tile_rows", "1 or more");
+  PMO_REQUIRE(p.other_tile_rows >= 0, "other_tile_rows", "0 or more");
+  PMO_REQUIRE_COUNT(p.num_chunks, "num_chunks");
+  PMO_REQUIRE(p.num_chunks == 0 || (p.chunk_rows >= 1 && p.chunk_rows <= kMaxIndex), "chunk_rows", "in [1, 2^31)");
   PMO_REQUIRE(is_id_array(p.sizes, p.sizes_kind, p.num_experts), "sizes", "an array aligned to its element size");
   PMO_REQUIRE(p.offsets == nullptr || is_id_array(p.offsets, p.offsets_kind, p.num_experts), "offsets",
               "NULL or an array aligned to its element size");
-  PMO_REQUIRE_ARRAY(p.first, p.num_experts, "first");
-  PMO_REQUIRE_ARRAY(p.stop, p.num_experts, "stop");
-  PMO_REQUIRE_ARRAY(p.tiles, p.num_experts + 1, "tiles");
-  PMO_REQUIRE_ARRAY(p.window, 4, "window");
+  PMO_REQUIRE_ARRAY(p.tables, p.num_experts, "tables");
   return PMO_OK;
 }
 

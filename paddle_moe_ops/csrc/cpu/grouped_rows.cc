@@ -21,25 +21,40 @@ namespace pmo {
 namespace cpu {
 namespace {
 
-int tables(const pmo_grouped_tables_params& p) {
-  if (const int status = check_grouped_tables(p)) return status;
+// The tables of one tile height.
+void tables_of_height(const pmo_grouped_tables_params& p, int32_t tile_rows, int32_t* first_rows) {
+  int32_t *const stop = first_rows + p.num_experts, *const tiles_before = stop + p.num_experts;
+  int32_t* const window = tiles_before + p.num_experts + 1;
   int64_t rows_before = 0, end_before = 0, tiles = 0;
   for (int64_t expert = 0; expert < p.num_experts; ++expert) {
     const int64_t size = std::clamp<int64_t>(id_at(p.sizes, p.sizes_kind, expert), 0, p.num_rows);
     const int64_t offset = p.offsets == nullptr ? rows_before : id_at(p.offsets, p.offsets_kind, expert);
     const int64_t begin = std::clamp<int64_t>(offset, 0, p.num_rows);
     const int64_t end = std::max(std::min(begin + size, p.num_rows), end_before), first = std::max(begin, end_before);
-    p.first[expert] = static_cast<int32_t>(first);
-    p.stop[expert] = static_cast<int32_t>(end);
-    p.tiles[expert] = static_cast<int32_t>(tiles);
-    tiles += divide_up(end - first, int64_t{p.tile_rows});
+    first_rows[expert] = static_cast<int32_t>(first);
+    stop[expert] = static_cast<int32_t>(end);
+    tiles_before[expert] = static_cast<int32_t>(tiles);
+    tiles += divide_up(end - first, int64_t{tile_rows});
     rows_before = std::min(rows_before + size, p.num_rows);
     end_before = end;
   }
-  p.tiles[p.num_experts] = static_cast<int32_t>(tiles);
-  p.window[0] = 0;
-  p.window[1] = static_cast<int32_t>(tiles);
-  p.window[2] = p.window[3] = 0;
+  tiles_before[p.num_experts] = static_cast<int32_t>(tiles);
+  for (int64_t chunk = 0; chunk < p.num_chunks; ++chunk) {
+    int64_t begun = 0;
+    for (int64_t expert = 0; expert < p.num_experts; ++expert) {
+      const int64_t rows = std::max<int64_t>(chunk * p.chunk_rows - first_rows[expert], 0);
+      begun += std::min<int64_t>(divide_up(rows, int64_t{tile_rows}), tiles_before[expert + 1] - tiles_before[expert]);
+    }
+    window[chunk] = static_cast<int32_t>(begun);
+  }
+  window[p.num_chunks] = window[p.num_chunks + 2] = static_cast<int32_t>(tiles);
+  window[p.num_chunks + 1] = window[p.num_chunks + 3] = window[p.num_chunks + 4] = 0;
+}
+
+int tables(const pmo_grouped_tables_params& p) {
+  if (const int status = check_grouped_tables(p)) return status;
+  tables_of_height(p, p.tile_rows, p.tables);
+  if (p.other_tile_rows > 0) tables_of_height(p, p.other_tile_rows, p.tables + 3 * p.num_experts + p.num_chunks + 6);
   return PMO_OK;
 }
 

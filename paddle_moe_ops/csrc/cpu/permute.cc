@@ -7,6 +7,8 @@
 // a second pass over contiguous row ranges. Bytes moved: (T + N) * (H + S) elements.
 #include "pmo/permute.h"
 
+#include <algorithm>
+
 #include "common/checks.h"
 #include "common/row_array.h"
 #include "common/status.h"
@@ -24,14 +26,15 @@ void move_token(const RowArray& array, const pmo_permute_params& p, int64_t toke
   if (token + kPrefetchTokens < p.num_tokens) prefetch_beginning(source + kPrefetchTokens * array.source_stride, array.row_bytes);
   TargetBatches targets([&](const Targets& batch) { writer.copy(batch, source, array.row_bytes, next); });
   for (int64_t slot = token * p.topk; slot < (token + 1) * p.topk; ++slot) {
-    const int32_t row = p.slot_to_row[slot];
+    const int64_t row = p.slot_to_row[slot] - p.first_row;
     if (row >= 0 && row < p.num_rows) targets.add(array.target + row * array.row_bytes);
   }
   targets.finish();
 }
 
 void zero_padding(const RowArray& array, const pmo_permute_params& p) {
-  zero_padding_rows(array.target, array.row_bytes, p.num_rows, p.row_to_token, p.num_threads);
+  const int64_t end = p.rows_end == nullptr ? p.num_rows : std::clamp<int64_t>(*p.rows_end - p.first_row, 0, p.num_rows);
+  zero_padding_rows(array.target, array.row_bytes, end, p.row_to_token, p.num_threads);
 }
 
 int permute(const pmo_permute_params& p) {

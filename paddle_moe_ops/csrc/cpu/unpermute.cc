@@ -102,7 +102,7 @@ int unpermute(const pmo_unpermute_params& p) {
         later.collect(token + kPrefetchTokens);
         later.prefetch_beginnings();
       }
-      char* out = static_cast<char*>(p.out) + token * out_bytes;
+      char* out = static_cast<char*>(p.out) + token * p.out_row_stride * itemsize;
       if (rows.count() == 0) {
         std::memset(out, 0, out_bytes);
       } else if (rows.is_copy()) {

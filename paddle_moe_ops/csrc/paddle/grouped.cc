@@ -32,12 +32,6 @@ int32_t capability_here([[maybe_unused]] const Target& target) {
   return 0;
 }
 
-// Dense integers on the device: sizes that a program has as constants may be in host memory.
-paddle::Tensor integers_on(const Target& target, const paddle::Tensor& integers) {
-  const paddle::Tensor on_any = dense(integers);
-  return on_any.place() == target.place() ? on_any : on_any.copy_to(target.place(), true);
-}
-
 }  // namespace
 
 paddle::Tensor in_dtype(const Target& target, const paddle::Tensor& tensor, paddle::DataType dtype) {
@@ -46,31 +40,54 @@ paddle::Tensor in_dtype(const Target& target, const paddle::Tensor& tensor, padd
   return tensor.cast(dtype);
 }
 
+paddle::Tensor integers_on(const Target& target, const paddle::Tensor& integers) {
+  const paddle::Tensor on_any = dense(integers);
+  return on_any.place() == target.place() ? on_any : on_any.copy_to(target.place(), true);
+}
+
+Matrix readable_rows(const Target& target, const paddle::Tensor& rows) {
+  Matrix given(rows);
+  const int64_t row_bytes = given.row_stride * static_cast<int64_t>(phi::SizeOf(rows.dtype()));
+  const bool is_aligned = row_bytes % 16 == 0 && reinterpret_cast<uintptr_t>(given.data) % 16 == 0;
+  if (is_aligned && given.row_stride >= rows.shape()[1]) return given;
+  return Matrix(target.aligned(dense(rows)));
+}
+
 Grouped::Grouped(const Target& target, const char* function, const paddle::Tensor& sizes, const paddle::Tensor* offsets,
                  int64_t num_rows, int32_t tile_rows)
-    : target_(target), function_(function), num_rows_(num_rows), experts_(sizes.shape()[0]), tile_rows_(tile_rows) {
-  const paddle::Tensor dense_sizes = integers_on(target, sizes);
-  paddle::Tensor dense_offsets;
-  pmo_grouped_tables_params p = {};
-  p.struct_size = sizeof(p);
-  p.num_rows = num_rows;
-  p.num_experts = experts_;
-  p.sizes = dense_sizes.data();
-  p.sizes_kind = p.offsets_kind = index_kind(sizes, function, "sizes");
-  if (offsets != nullptr) {
-    require_rank(*offsets, 1, function, "offsets");
-    require(offsets->shape()[0] >= experts_, function, "offsets must have one entry for each expert at least");
-    dense_offsets = integers_on(target, *offsets);
-    p.offsets = dense_offsets.data();
-    p.offsets_kind = index_kind(*offsets, function, "offsets");
+    : target_(target),
+      function_(function),
+      sizes_(integers_on(target, sizes)),
+      num_rows_(num_rows),
+      experts_(sizes.shape()[0]),
+      tile_rows_(tile_rows) {
+  index_kind(sizes, function, "sizes");
+  if (offsets == nullptr) return;
+  require_rank(*offsets, 1, function, "offsets");
+  require(offsets->shape()[0] >= experts_, function, "offsets must have one entry for each expert at least");
+  index_kind(*offsets, function, "offsets");
+  offsets_ = integers_on(target, *offsets);
+}
+
+// An entry of the tables, which are computed at the first call.
+int32_t* Grouped::table(int64_t place) const {
+  if (!tables_.defined()) {
+    pmo_grouped_tables_params p = {};
+    p.struct_size = sizeof(p);
+    p.num_rows = num_rows_;
+    p.num_experts = experts_;
+    p.sizes = sizes_.data();
+    p.sizes_kind = p.offsets_kind = index_kind(sizes_, function_, "sizes");
+    if (offsets_.defined()) {
+      p.offsets = offsets_.data();
+      p.offsets_kind = index_kind(offsets_, function_, "offsets");
+    }
+    tables_ = target_.empty_int32({3 * experts_ + 6});
+    p.tables = tables_.data<int32_t>();
+    p.tile_rows = tile_rows_;
+    check_status(PMO_CALL(target_, grouped_tables, &p), function_);
   }
-  tables_ = target_.empty({3 * experts_ + 5}, paddle::DataType::INT32);
-  p.first = tables_.data<int32_t>();
-  p.stop = p.first + experts_;
-  p.tiles = p.stop + experts_;
-  p.window = p.tiles + experts_ + 1;
-  p.tile_rows = tile_rows;
-  check_status(PMO_CALL(target, grouped_tables, &p), function);
+  return tables_.data<int32_t>() + place;
 }
 
 bool Grouped::has_kernels(paddle::DataType dtype, int64_t inner, int64_t outer) const {
@@ -125,7 +142,8 @@ paddle::Tensor Grouped::wgrad(const paddle::Tensor& p, const paddle::Tensor& q, 
 #ifdef PMO_WITH_CUDA
   if (has_kernels(dtype, height, width)) {
     paddle::Tensor out = target_.empty({experts_, height, width}, dtype);
-    const Matrix rows_of_p = readable(in_dtype(target_, p, dtype)), rows_of_q = readable(in_dtype(target_, q, dtype));
+    const Matrix rows_of_p = readable_rows(target_, in_dtype(target_, p, dtype)),
+                 rows_of_q = readable_rows(target_, in_dtype(target_, q, dtype));
     pmo_grouped_outer_params params = {};
     params.struct_size = sizeof(params);
     params.num_rows = num_rows_;
@@ -140,7 +158,7 @@ paddle::Tensor Grouped::wgrad(const paddle::Tensor& p, const paddle::Tensor& q, 
     params.stop = table(experts_);
     params.out = out.data();
     params.dtype = dtype_of(out, function_, "the matrices");
-    params.counters = const_cast<int32_t*>(table(3 * experts_ + 3));
+    params.counters = table(3 * experts_ + 4);
     check_status(pmo_grouped_outer_cuda(&params, target_.stream()), function_);
     return out;
   }
@@ -163,7 +181,7 @@ void Grouped::launch([[maybe_unused]] pmo_grouped_product_params params, [[maybe
                      [[maybe_unused]] paddle::Tensor* out) const {
 #ifdef PMO_WITH_CUDA
   const MatrixSizes sizes(matrices.shape(), transpose);
-  const Matrix source = readable(in_dtype(target_, rows, matrices.dtype()));
+  const Matrix source = readable_rows(target_, in_dtype(target_, rows, matrices.dtype()));
   const paddle::Tensor factors = target_.aligned(dense(matrices));
   params.struct_size = sizeof(params);
   set_tables(&params);
@@ -206,14 +224,14 @@ void Grouped::set_tables(Params* params) const {
   params->first = table(0);
   params->stop = table(experts_);
   params->tiles = table(2 * experts_);
-  params->window = table(3 * experts_ + 1);
-  params->counters = const_cast<int32_t*>(table(3 * experts_ + 3));
+  params->window = table(3 * experts_ + 2);
+  params->counters = table(3 * experts_ + 4);
 }
 
 const std::vector<int32_t>& Grouped::on_host() const {
   if (host_.empty()) {
     host_.resize(static_cast<size_t>(2 * experts_));
-    target_.copy_to_host(tables_.data(), 2 * experts_ * static_cast<int64_t>(sizeof(int32_t)), host_.data());
+    target_.copy_to_host(table(0), 2 * experts_ * static_cast<int64_t>(sizeof(int32_t)), host_.data());
   }
   return host_;
 }
@@ -265,15 +283,6 @@ void Grouped::clear_ungrouped_rows(paddle::Tensor* out) const {
   p.rows = out->data();
   check_status(pmo_grouped_clear_cuda(&p, target_.stream()), function_);
 #endif
-}
-
-// Rows that TMA can load: at multiples of 16 bytes, without overlap.
-Matrix Grouped::readable(const paddle::Tensor& rows) const {
-  Matrix given(rows);
-  const int64_t row_bytes = given.row_stride * static_cast<int64_t>(phi::SizeOf(rows.dtype()));
-  const bool is_aligned = row_bytes % 16 == 0 && reinterpret_cast<uintptr_t>(given.data) % 16 == 0;
-  if (is_aligned && given.row_stride >= rows.shape()[1]) return given;
-  return Matrix(target_.aligned(dense(rows)));
 }
 
 }  // namespace binding

@@ -27,6 +27,12 @@ struct MatrixSizes {
 // Casts a tensor of the target; returns the tensor itself if it has the dtype.
 paddle::Tensor in_dtype(const Target& target, const paddle::Tensor& tensor, paddle::DataType dtype);
 
+// Dense integers on the device: sizes that a program has as constants may be in host memory.
+paddle::Tensor integers_on(const Target& target, const paddle::Tensor& integers);
+
+// Rows that TMA can load: at multiples of 16 bytes, without overlap.
+Matrix readable_rows(const Target& target, const paddle::Tensor& rows);
+
 // Float8 codes and scales: rows [M, columns] have one scale per 128 columns, matrices one per 128 x 128 elements.
 struct Float8 {
   paddle::Tensor codes, scales;
@@ -65,7 +71,7 @@ class Grouped {
   int64_t num_rows() const { return num_rows_; }
 
  private:
-  const int32_t* table(int64_t place) const { return tables_.data<int32_t>() + place; }
+  int32_t* table(int64_t place) const;
   template <typename Params>
   void set_tables(Params* params) const;
   bool supports(int32_t dtype, int64_t inner, int64_t outer) const;
@@ -76,13 +82,13 @@ class Grouped {
   paddle::Tensor view(const paddle::Tensor& tensor, int64_t first, int64_t rows, int64_t columns) const;
   void multiply(const paddle::Tensor& x, const paddle::Tensor& y, bool transpose_x, bool transpose_y, paddle::Tensor part) const;
   void clear_rows(paddle::Tensor* out, int64_t begin, int64_t end) const;
-  Matrix readable(const paddle::Tensor& rows) const;
 
   const Target& target_;
   const char* function_;
+  paddle::Tensor sizes_, offsets_;
   int64_t num_rows_, experts_;
   int32_t tile_rows_;
-  paddle::Tensor tables_;  // first [E], stop [E], tiles [E + 1], window [4]
+  mutable paddle::Tensor tables_;  // of pmo/grouped_rows.h for one tile height, without chunks
   mutable std::vector<int32_t> host_;
 };
 

@@ -14,7 +14,7 @@ namespace {
 
 // Checks all operands; returns the target.
 const Target& checked(const Target& target, const MlpAttributes& a, const MlpOperands& o) {
-  require(o.sizes.defined() && o.offsets.defined(), kMoeMlp, "a required tensor is missing");
+  require(o.sizes.defined() && o.offsets.defined() && o.slot_to_row.defined(), kMoeMlp, "a required tensor is missing");
   require(is_summed(o.x), kMoeMlp, "x must be float32, float16 or bfloat16");
   require_rank(o.token_rows, 2, kMoeMlp, "token_rows");
   require_shape(o.x, {o.token_rows.shape()[0], -1}, kMoeMlp, "x");
@@ -28,10 +28,22 @@ const Target& checked(const Target& target, const MlpAttributes& a, const MlpOpe
   require_dtype(o.token_rows, paddle::DataType::INT32, kMoeMlp, "token_rows");
   require_rank(o.row_to_token, 1, kMoeMlp, "row_to_token");
   require_dtype(o.row_to_token, paddle::DataType::INT32, kMoeMlp, "row_to_token");
-  require_shape(o.weights, o.row_to_token.shape(), kMoeMlp, "weights");
+  if (a.by_slot) {
+    require_shape(o.slot_to_row, {o.x.shape()[0], -1}, kMoeMlp, "slot_to_row");
+    require_dtype(o.slot_to_row, paddle::DataType::INT32, kMoeMlp, "slot_to_row");
+  }
+  require_shape(o.weights, a.by_slot ? o.slot_to_row.shape() : o.row_to_token.shape(), kMoeMlp, "weights");
   require_dtype(o.weights, paddle::DataType::FLOAT32, kMoeMlp, "weights");
   require_shape(o.sizes, {experts}, kMoeMlp, "sizes");
   return target;
+}
+
+// The weight of each row, dense.
+paddle::Tensor weights_by_row(const Target& target, const MlpAttributes& a, const MlpOperands& o) {
+  if (!a.by_slot) return dense(o.weights);
+  paddle::Tensor by_row = target.empty_float32(o.row_to_token.shape());
+  scatter_slots(target, kMoeMlp, o.slot_to_row, o.weights, false, &by_row);
+  return by_row;
 }
 
 }  // namespace
@@ -46,7 +58,7 @@ ExpertLayer::ExpertLayer(const MlpAttributes& attributes, const MlpOperands& ope
       groups_(checked(target_, attributes, operands), kMoeMlp, operands.sizes, &operands.offsets,
               dim(operands.row_to_token.shape(), 0), tile_rows),
       row_to_token_(dense(operands.row_to_token)),
-      row_weights_(dense(operands.weights)),
+      row_weights_(weights_by_row(target_, attributes, operands)),
       hidden_size(operands.x.shape()[1]),
       inner(MatrixSizes(operands.down.shape(), attributes.transpose).inner) {}
 
@@ -64,7 +76,7 @@ paddle::Tensor ExpertLayer::rows_of(const paddle::Tensor& tokens) const {
 
 paddle::Tensor ExpertLayer::sums_of(const paddle::Tensor& rows, bool weighted) const {
   Weights weights;
-  if (weighted) weights.values = &operands_.weights;
+  if (weighted) weights.values = &row_weights_;
   return sum_rows(target_, kMoeMlp, rows, operands_.token_rows, weights);
 }
 
@@ -111,6 +123,16 @@ paddle::Tensor ExpertLayer::d_gate_up(const ActivationGradients& gradients) cons
   return transpose_ ? groups_.wgrad(gradients.d_hidden, rows, dtype()) : groups_.wgrad(rows, gradients.d_hidden, dtype());
 }
 
+void ExpertLayer::backward(const MlpAttributes& a, const paddle::Tensor* kept, const paddle::Tensor& d_out,
+                           Outputs* gradients) const {
+  ActivationGradients activation = activation_gradients(kept, d_out, a.need_weights_grad);
+  if (a.need_weights_grad) (*gradients)[3] = activation.d_weights;
+  if (a.need_down_grad) (*gradients)[2] = d_down(activation, d_out);
+  activation.scaled = activation.d_out = {};  // frees their memory early
+  if (a.need_gate_up_grad) (*gradients)[1] = d_gate_up(activation);
+  if (a.need_x_grad) (*gradients)[0] = d_x(activation);
+}
+
 Outputs mlp_forward(const MlpAttributes& a, const ExpertLayer& layer, const MlpOperands& o) {
   paddle::Tensor hidden;
   const paddle::Tensor out = layer.outputs(a.keep_hidden ? &hidden : nullptr);
@@ -124,18 +146,14 @@ Outputs mlp_backward(const MlpAttributes& a, const ExpertLayer& layer, const Mlp
   // A program from a file may pass any tensor as `hidden`.
   require(hidden.defined(), kMoeMlp, "a required tensor is missing");
   require_gradient(hidden, {a.keep_hidden ? layer.num_rows() : 0, 2 * layer.inner}, o.x.dtype(), kMoeMlp, "hidden");
-  without_gradient({&o.token_rows, &o.row_to_token, &o.sizes, &o.offsets, &hidden});
+  without_gradient({&o.token_rows, &o.row_to_token, &o.sizes, &o.offsets, &o.slot_to_row, &hidden});
   const auto zeros_like = [&](const paddle::Tensor& tensor) { return layer.target().zeros(tensor.shape(), tensor.dtype()); };
   Outputs gradients = {{}, {}, {}, {}};
   const bool has_d_out = d_out.initialized();
   if (has_d_out) {
     const paddle::Tensor kept = dense(hidden);
-    ActivationGradients activation = layer.activation_gradients(a.keep_hidden ? &kept : nullptr, d_out, a.need_weights_grad);
-    if (a.need_weights_grad) gradients[3] = activation.d_weights;
-    if (a.need_down_grad) gradients[2] = layer.d_down(activation, d_out);
-    activation.scaled = activation.d_out = {};  // frees their memory early
-    if (a.need_gate_up_grad) gradients[1] = layer.d_gate_up(activation);
-    if (a.need_x_grad) gradients[0] = layer.d_x(activation);
+    layer.backward(a, a.keep_hidden ? &kept : nullptr, d_out, &gradients);
+    if (a.by_slot && a.need_weights_grad) gradients[3] = gather_slots(layer.target(), kMoeMlp, o.slot_to_row, gradients[3]);
   }
   const paddle::Tensor* const operands[] = {&o.x, &o.gate_up, &o.down, &o.weights};
   for (size_t i = 0; i < gradients.size(); ++i) {
@@ -145,50 +163,49 @@ Outputs mlp_backward(const MlpAttributes& a, const ExpertLayer& layer, const Mlp
 }
 
 std::vector<Shape> mlp_shapes(const MlpAttributes& a, const Shape& x, const Shape& gate_up, const Shape&, const Shape&,
-                              const Shape&, const Shape& row_to_token, const Shape&, const Shape&) {
+                              const Shape&, const Shape& row_to_token, const Shape&, const Shape&, const Shape&) {
   return {x, {a.keep_hidden ? dim(row_to_token, 0) : 0, MatrixSizes(gate_up, a.transpose).outer}};
 }
 
 std::vector<paddle::DataType> mlp_dtypes(const paddle::DataType& x, const paddle::DataType&, const paddle::DataType&,
                                          const paddle::DataType&, const paddle::DataType&, const paddle::DataType&,
-                                         const paddle::DataType&, const paddle::DataType&) {
+                                         const paddle::DataType&, const paddle::DataType&, const paddle::DataType&) {
   return {x, x};
 }
 
 std::vector<Shape> mlp_backward_shapes(const MlpAttributes&, const Shape& x, const Shape& gate_up, const Shape& down,
                                        const Shape& weights, const Shape&, const Shape&, const Shape&, const Shape&, const Shape&,
-                                       const Shape&) {
+                                       const Shape&, const Shape&) {
   return {x, gate_up, down, weights};
 }
 
 std::vector<paddle::DataType> mlp_backward_dtypes(const paddle::DataType& x, const paddle::DataType& gate_up,
                                                   const paddle::DataType& down, const paddle::DataType& weights,
                                                   const paddle::DataType&, const paddle::DataType&, const paddle::DataType&,
-                                                  const paddle::DataType&, const paddle::DataType&, const paddle::DataType&) {
+                                                  const paddle::DataType&, const paddle::DataType&, const paddle::DataType&,
+                                                  const paddle::DataType&) {
   return {x, gate_up, down, weights};
 }
 
 Outputs mlp_double_backward(const MlpAttributes&, const paddle::Tensor&, const paddle::Tensor&, const paddle::Tensor&,
                             const paddle::Tensor&, const paddle::Tensor&, const paddle::Tensor&, const paddle::Tensor&,
                             const paddle::Tensor&, const paddle::Tensor&, const paddle::Tensor&, const paddle::Tensor&,
-                            const paddle::Tensor&, const paddle::Tensor&, const paddle::Tensor&) {
+                            const paddle::Tensor&, const paddle::Tensor&, const paddle::Tensor&, const paddle::Tensor&) {
   fail_second_order(kMoeMlp, "; detach an operand, where first-order ones are enough");
 }
 
 std::vector<Shape> mlp_double_backward_shapes(const MlpAttributes&, const Shape& x, const Shape& gate_up, const Shape& down,
                                               const Shape& weights, const Shape&, const Shape&, const Shape&, const Shape&,
-                                              const Shape&, const Shape& d_out, const Shape&, const Shape&, const Shape&,
-                                              const Shape&) {
+                                              const Shape&, const Shape&, const Shape& d_out, const Shape&, const Shape&,
+                                              const Shape&, const Shape&) {
   return {x, gate_up, down, weights, d_out};
 }
 
-std::vector<paddle::DataType> mlp_double_backward_dtypes(const paddle::DataType& x, const paddle::DataType& gate_up,
-                                                         const paddle::DataType& down, const paddle::DataType& weights,
-                                                         const paddle::DataType&, const paddle::DataType&,
-                                                         const paddle::DataType&, const paddle::DataType&,
-                                                         const paddle::DataType&, const paddle::DataType& d_out,
-                                                         const paddle::DataType&, const paddle::DataType&,
-                                                         const paddle::DataType&, const paddle::DataType&) {
+std::vector<paddle::DataType> mlp_double_backward_dtypes(
+    const paddle::DataType& x, const paddle::DataType& gate_up, const paddle::DataType& down, const paddle::DataType& weights,
+    const paddle::DataType&, const paddle::DataType&, const paddle::DataType&, const paddle::DataType&, const paddle::DataType&,
+    const paddle::DataType&, const paddle::DataType& d_out, const paddle::DataType&, const paddle::DataType&,
+    const paddle::DataType&, const paddle::DataType&) {
   return {x, gate_up, down, weights, d_out};
 }
 

@@ -11,8 +11,11 @@
 //
 //   rows of dO -> dA' = dO W2^T;  H, dA' -> dH, s A and ds;  dW2 = (s A)^T dO;  rows of X -> dW1 = X^T dH;  dH W1^T -> sums
 //
-// x, the matrices, the weights, the maps and H are kept between the passes; without H the backward pass recomputes it. All M rows
-// of d columns exist at the same time: M d elements.
+// x, the matrices, the weights, the maps and H are kept between the passes; without H the backward pass recomputes it. With the
+// kernels of pmo/layer.h, M rows of d columns exist one chunk at a time; otherwise all at the same time.
+//
+// With the attribute in_place the backward pass may overwrite H, and then counts up its version: Paddle refuses a second backward
+// pass.
 #pragma once
 
 #include "paddle/attributes.h"
@@ -25,11 +28,12 @@ namespace binding {
 constexpr char kMoeMlp[] = "moe_mlp";  // name of the function in errors
 
 PMO_ATTRIBUTES(MlpAttributes, (bool, transpose, transpose), (bool, keep_hidden, keep), (bool, need_x_grad, x_grad),
-               (bool, need_gate_up_grad, gate_up_grad), (bool, need_down_grad, down_grad),
-               (bool, need_weights_grad, weight_grad));
+               (bool, need_gate_up_grad, gate_up_grad), (bool, need_down_grad, down_grad), (bool, need_weights_grad, weight_grad),
+               (bool, in_place, in_place), (int64_t, workspace, workspace), (bool, by_slot, by_slot));
 
+// `weights` [M] by row, or with the attribute by_slot [T, K]; `slot_to_row` [T, K] is read only then.
 struct MlpOperands {
-  const paddle::Tensor &x, &gate_up, &down, &weights, &token_rows, &row_to_token, &sizes, &offsets;
+  const paddle::Tensor &x, &gate_up, &down, &weights, &token_rows, &row_to_token, &sizes, &offsets, &slot_to_row;
 };
 
 // Outputs of the SwiGLU backward pass, by rows.
@@ -52,6 +56,9 @@ class ExpertLayer {
   virtual ActivationGradients activation_gradients(const paddle::Tensor* kept, const paddle::Tensor& d_out,
                                                    bool need_weights) const = 0;
   virtual paddle::Tensor d_x(const ActivationGradients& gradients) const = 0;
+  // Sets the gradients of x, gate_up, down and weights that the attributes want.
+  virtual void backward(const MlpAttributes& attributes, const paddle::Tensor* kept, const paddle::Tensor& d_out,
+                        Outputs* gradients) const;
 
   paddle::Tensor d_down(const ActivationGradients& gradients, const paddle::Tensor& d_out) const;
   paddle::Tensor d_gate_up(const ActivationGradients& gradients) const;
@@ -94,45 +101,46 @@ Outputs mlp_backward(const MlpAttributes& attributes, const ExpertLayer& layer, 
                      const paddle::Tensor& hidden, const paddle::Tensor& d_out);
 
 // Shape and dtype inference, common to all operators, in Paddle's order: x, gate_up, down, weights, token_rows, row_to_token,
-// sizes, offsets -> out, hidden.
+// sizes, offsets, slot_to_row -> out, hidden.
 std::vector<Shape> mlp_shapes(const MlpAttributes& a, const Shape& x, const Shape& gate_up, const Shape& down,
                               const Shape& weights, const Shape& token_rows, const Shape& row_to_token, const Shape& sizes,
-                              const Shape& offsets);
+                              const Shape& offsets, const Shape& slot_to_row);
 std::vector<paddle::DataType> mlp_dtypes(const paddle::DataType& x, const paddle::DataType&, const paddle::DataType&,
                                          const paddle::DataType&, const paddle::DataType&, const paddle::DataType&,
-                                         const paddle::DataType&, const paddle::DataType&);
+                                         const paddle::DataType&, const paddle::DataType&, const paddle::DataType&);
 std::vector<Shape> mlp_backward_shapes(const MlpAttributes& a, const Shape& x, const Shape& gate_up, const Shape& down,
                                        const Shape& weights, const Shape& token_rows, const Shape& row_to_token,
-                                       const Shape& sizes, const Shape& offsets, const Shape& hidden, const Shape& d_out);
+                                       const Shape& sizes, const Shape& offsets, const Shape& slot_to_row, const Shape& hidden,
+                                       const Shape& d_out);
 std::vector<paddle::DataType> mlp_backward_dtypes(const paddle::DataType& x, const paddle::DataType& gate_up,
                                                   const paddle::DataType& down, const paddle::DataType& weights,
                                                   const paddle::DataType&, const paddle::DataType&, const paddle::DataType&,
-                                                  const paddle::DataType&, const paddle::DataType&, const paddle::DataType&);
+                                                  const paddle::DataType&, const paddle::DataType&, const paddle::DataType&,
+                                                  const paddle::DataType&);
 
 // Throws: there is no formula for the gradient of the gradient.
 Outputs mlp_double_backward(const MlpAttributes& a, const paddle::Tensor& x, const paddle::Tensor& gate_up,
                             const paddle::Tensor& down, const paddle::Tensor& weights, const paddle::Tensor& token_rows,
                             const paddle::Tensor& row_to_token, const paddle::Tensor& sizes, const paddle::Tensor& offsets,
-                            const paddle::Tensor& hidden, const paddle::Tensor& d_out, const paddle::Tensor& dd_x,
-                            const paddle::Tensor& dd_gate_up, const paddle::Tensor& dd_down, const paddle::Tensor& dd_weights);
+                            const paddle::Tensor& slot_to_row, const paddle::Tensor& hidden, const paddle::Tensor& d_out,
+                            const paddle::Tensor& dd_x, const paddle::Tensor& dd_gate_up, const paddle::Tensor& dd_down,
+                            const paddle::Tensor& dd_weights);
 std::vector<Shape> mlp_double_backward_shapes(const MlpAttributes& a, const Shape& x, const Shape& gate_up, const Shape& down,
                                               const Shape& weights, const Shape& token_rows, const Shape& row_to_token,
-                                              const Shape& sizes, const Shape& offsets, const Shape& hidden, const Shape& d_out,
-                                              const Shape& dd_x, const Shape& dd_gate_up, const Shape& dd_down,
-                                              const Shape& dd_weights);
-std::vector<paddle::DataType> mlp_double_backward_dtypes(const paddle::DataType& x, const paddle::DataType& gate_up,
-                                                         const paddle::DataType& down, const paddle::DataType& weights,
-                                                         const paddle::DataType&, const paddle::DataType&,
-                                                         const paddle::DataType&, const paddle::DataType&,
-                                                         const paddle::DataType&, const paddle::DataType& d_out,
-                                                         const paddle::DataType&, const paddle::DataType&,
-                                                         const paddle::DataType&, const paddle::DataType&);
+                                              const Shape& sizes, const Shape& offsets, const Shape& slot_to_row,
+                                              const Shape& hidden, const Shape& d_out, const Shape& dd_x, const Shape& dd_gate_up,
+                                              const Shape& dd_down, const Shape& dd_weights);
+std::vector<paddle::DataType> mlp_double_backward_dtypes(
+    const paddle::DataType& x, const paddle::DataType& gate_up, const paddle::DataType& down, const paddle::DataType& weights,
+    const paddle::DataType&, const paddle::DataType&, const paddle::DataType&, const paddle::DataType&, const paddle::DataType&,
+    const paddle::DataType&, const paddle::DataType& d_out, const paddle::DataType&, const paddle::DataType&,
+    const paddle::DataType&, const paddle::DataType&);
 
 template <typename Layer>
 Outputs run_mlp(const MlpAttributes& a, const paddle::Tensor& x, const paddle::Tensor& gate_up, const paddle::Tensor& down,
                 const paddle::Tensor& weights, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
-                const paddle::Tensor& sizes, const paddle::Tensor& offsets) {
-  const MlpOperands operands = {x, gate_up, down, weights, token_rows, row_to_token, sizes, offsets};
+                const paddle::Tensor& sizes, const paddle::Tensor& offsets, const paddle::Tensor& slot_to_row) {
+  const MlpOperands operands = {x, gate_up, down, weights, token_rows, row_to_token, sizes, offsets, slot_to_row};
   return mlp_forward(a, Layer(a, operands), operands);
 }
 
@@ -140,37 +148,37 @@ template <typename Layer>
 Outputs run_mlp_backward(const MlpAttributes& a, const paddle::Tensor& x, const paddle::Tensor& gate_up,
                          const paddle::Tensor& down, const paddle::Tensor& weights, const paddle::Tensor& token_rows,
                          const paddle::Tensor& row_to_token, const paddle::Tensor& sizes, const paddle::Tensor& offsets,
-                         const paddle::Tensor& hidden, const paddle::Tensor& d_out) {
-  const MlpOperands operands = {x, gate_up, down, weights, token_rows, row_to_token, sizes, offsets};
+                         const paddle::Tensor& slot_to_row, const paddle::Tensor& hidden, const paddle::Tensor& d_out) {
+  const MlpOperands operands = {x, gate_up, down, weights, token_rows, row_to_token, sizes, offsets, slot_to_row};
   return mlp_backward(a, Layer(a, operands, &hidden, &d_out), operands, hidden, d_out);
 }
 
 // Registers the operator of an `ExpertLayer`, its gradient, and the gradient of that.
-#define PMO_MLP_OPERATOR(NAME, LAYER)                                                                                           \
-  PD_BUILD_OP(NAME)                                                                                                             \
-      .Inputs({"x", "gate_up", "down", "weights", "token_rows", "row_to_token", "sizes", "offsets"})                            \
-      .Outputs({"out", "hidden"})                                                                                               \
-      .Attrs(MlpAttributes::names())                                                                                            \
-      .SetKernelFn(PMO_KERNEL(run_mlp<LAYER>))                                                                                  \
-      .SetInferShapeFn(PMO_INFER_SHAPE(mlp_shapes))                                                                             \
-      .SetInferDtypeFn(PMO_INFER_DTYPE(mlp_dtypes));                                                                            \
-  PD_BUILD_GRAD_OP(NAME)                                                                                                        \
-      .Inputs(                                                                                                                  \
-          {"x", "gate_up", "down", "weights", "token_rows", "row_to_token", "sizes", "offsets", "hidden", paddle::Grad("out")}) \
-      .Outputs({paddle::Grad("x"), paddle::Grad("gate_up"), paddle::Grad("down"), paddle::Grad("weights")})                     \
-      .Attrs(MlpAttributes::names())                                                                                            \
-      .SetKernelFn(PMO_KERNEL(run_mlp_backward<LAYER>))                                                                         \
-      .SetInferShapeFn(PMO_INFER_SHAPE(mlp_backward_shapes))                                                                    \
-      .SetInferDtypeFn(PMO_INFER_DTYPE(mlp_backward_dtypes));                                                                   \
-  PD_BUILD_DOUBLE_GRAD_OP(NAME)                                                                                                 \
-      .Inputs({"x", "gate_up", "down", "weights", "token_rows", "row_to_token", "sizes", "offsets", "hidden",                   \
-               paddle::Grad("out"), paddle::Grad(paddle::Grad("x")), paddle::Grad(paddle::Grad("gate_up")),                     \
-               paddle::Grad(paddle::Grad("down")), paddle::Grad(paddle::Grad("weights"))})                                      \
-      .Outputs({paddle::Grad("x"), paddle::Grad("gate_up"), paddle::Grad("down"), paddle::Grad("weights"),                      \
-                paddle::Grad(paddle::Grad("out"))})                                                                             \
-      .Attrs(MlpAttributes::names())                                                                                            \
-      .SetKernelFn(PMO_KERNEL(mlp_double_backward))                                                                             \
-      .SetInferShapeFn(PMO_INFER_SHAPE(mlp_double_backward_shapes))                                                             \
+#define PMO_MLP_OPERATOR(NAME, LAYER)                                                                                        \
+  PD_BUILD_OP(NAME)                                                                                                          \
+      .Inputs({"x", "gate_up", "down", "weights", "token_rows", "row_to_token", "sizes", "offsets", "slot_to_row"})          \
+      .Outputs({"out", "hidden"})                                                                                            \
+      .Attrs(MlpAttributes::names())                                                                                         \
+      .SetKernelFn(PMO_KERNEL(run_mlp<LAYER>))                                                                               \
+      .SetInferShapeFn(PMO_INFER_SHAPE(mlp_shapes))                                                                          \
+      .SetInferDtypeFn(PMO_INFER_DTYPE(mlp_dtypes));                                                                         \
+  PD_BUILD_GRAD_OP(NAME)                                                                                                     \
+      .Inputs({"x", "gate_up", "down", "weights", "token_rows", "row_to_token", "sizes", "offsets", "slot_to_row", "hidden", \
+               paddle::Grad("out")})                                                                                         \
+      .Outputs({paddle::Grad("x"), paddle::Grad("gate_up"), paddle::Grad("down"), paddle::Grad("weights")})                  \
+      .Attrs(MlpAttributes::names())                                                                                         \
+      .SetKernelFn(PMO_KERNEL(run_mlp_backward<LAYER>))                                                                      \
+      .SetInferShapeFn(PMO_INFER_SHAPE(mlp_backward_shapes))                                                                 \
+      .SetInferDtypeFn(PMO_INFER_DTYPE(mlp_backward_dtypes));                                                                \
+  PD_BUILD_DOUBLE_GRAD_OP(NAME)                                                                                              \
+      .Inputs({"x", "gate_up", "down", "weights", "token_rows", "row_to_token", "sizes", "offsets", "slot_to_row", "hidden", \
+               paddle::Grad("out"), paddle::Grad(paddle::Grad("x")), paddle::Grad(paddle::Grad("gate_up")),                  \
+               paddle::Grad(paddle::Grad("down")), paddle::Grad(paddle::Grad("weights"))})                                   \
+      .Outputs({paddle::Grad("x"), paddle::Grad("gate_up"), paddle::Grad("down"), paddle::Grad("weights"),                   \
+                paddle::Grad(paddle::Grad("out"))})                                                                          \
+      .Attrs(MlpAttributes::names())                                                                                         \
+      .SetKernelFn(PMO_KERNEL(mlp_double_backward))                                                                          \
+      .SetInferShapeFn(PMO_INFER_SHAPE(mlp_double_backward_shapes))                                                          \
       .SetInferDtypeFn(PMO_INFER_DTYPE(mlp_double_backward_dtypes))
 
 }  // namespace binding

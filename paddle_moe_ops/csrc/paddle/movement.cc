@@ -243,6 +243,7 @@ paddle::Tensor sum_rows(const Target& target, const char* function, const paddle
   paddle::Tensor out = target.empty({p.num_tokens, p.hidden}, rows.dtype());
   prepare_pages(target, out);
   p.out = out.data();
+  p.out_row_stride = p.hidden;
   check_status(PMO_CALL(target, unpermute, &p), function);
   return out;
 }

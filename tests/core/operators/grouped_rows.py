@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import ml_dtypes
@@ -27,8 +28,9 @@ class TablesParams(Params):
     _fields_ = fields(
         (Size, "struct_size num_rows num_experts"),
         (Bytes, "sizes offsets"),
-        (Int32s, "first stop tiles window"),
-        (Int, "sizes_kind offsets_kind tile_rows reserved"),
+        (Size, "num_chunks chunk_rows"),
+        (Int32s, "tables"),
+        (Int, "sizes_kind offsets_kind tile_rows other_tile_rows"),
     )
 
 
@@ -78,40 +80,62 @@ class SwigluBackwardParams(Params):
 
 
 class Tables(NamedTuple):
-    """The outputs of `grouped_tables`."""
+    """The outputs of `grouped_tables` for one tile height."""
 
     first: NDArray
     stop: NDArray
     tiles: NDArray
     window: NDArray
+    counters: NDArray
+
+    @staticmethod
+    def of(tables: NDArray, num_experts: int) -> Tables:
+        ends = np.cumsum([num_experts, num_experts, num_experts + 1, len(tables) - 3 * num_experts - 3])
+        return Tables(*np.split(tables, ends))
 
 
 def tables_params(
-    sizes: NDArray, offsets: NDArray | None, num_rows: int, tables: Tables, tile_rows: int = TILE_ROWS
+    sizes: NDArray,
+    offsets: NDArray | None,
+    num_rows: int,
+    tables: NDArray,
+    tile_rows: Sequence[int] = (TILE_ROWS,),
+    num_chunks: int = 0,
+    chunk_rows: int = 0,
 ) -> TablesParams:
     return TablesParams(
         num_rows=num_rows,
         num_experts=len(sizes),
         sizes=sizes,
         offsets=offsets,
+        num_chunks=num_chunks,
+        chunk_rows=chunk_rows,
         sizes_kind=IDS_KINDS[sizes.dtype],
         offsets_kind=IDS_KINDS[(sizes if offsets is None else offsets).dtype],
-        tile_rows=tile_rows,
-        **tables._asdict(),
+        tile_rows=tile_rows[0],
+        other_tile_rows=sum(tile_rows[1:]),
+        tables=tables,
     )
 
 
-def empty_tables(output: MakeOutput, num_experts: int) -> Tables:
-    return Tables(*(output(length, np.int32) for length in (num_experts, num_experts, num_experts + 1, 4)))
+def empty_tables(output: MakeOutput, num_experts: int, num_heights: int = 1, num_chunks: int = 0) -> NDArray:
+    return output((num_heights, 3 * num_experts + num_chunks + 6), np.int32)
 
 
 def grouped_tables(
-    core: Core, sizes: NDArray, offsets: NDArray | None, num_rows: int, tile_rows: int = TILE_ROWS
-) -> Tables:
+    core: Core,
+    sizes: NDArray,
+    offsets: NDArray | None,
+    num_rows: int,
+    tile_rows: Sequence[int] = (TILE_ROWS,),
+    num_chunks: int = 0,
+    chunk_rows: int = 0,
+) -> list[Tables]:
+    """The tables of each tile height."""
     with guarded_outputs() as output:
-        tables = empty_tables(output, len(sizes))
-        core.run("grouped_tables", tables_params(sizes, offsets, num_rows, tables, tile_rows))
-    return tables
+        tables = empty_tables(output, len(sizes), len(tile_rows), num_chunks)
+        core.run("grouped_tables", tables_params(sizes, offsets, num_rows, tables, tile_rows, num_chunks, chunk_rows))
+    return [Tables.of(each, len(sizes)) for each in tables]
 
 
 def clear_params(rows: NDArray, first: NDArray, stop: NDArray) -> ClearParams:
@@ -211,14 +235,18 @@ def _valid_swiglu_backward(core: Core, output: MakeOutput, s: Small) -> Params:
 
 def _fuzzed_tables(core: Core, output: MakeOutput, s: Draw) -> Params:
     sizes, offsets = (s.ints((2 * s.E,), s.N + 3) for _ in range(2))  # room for int64
+    heights, chunks = 1 + s.below(2), s.below(5)
     return TablesParams(
         num_rows=s.N,
         num_experts=s.E,
         sizes=sizes,
         offsets=offsets if s.below(2) else None,
         **s.choices(sizes_kind=2, offsets_kind=2),
+        chunk_rows=1 + s.below(50),
+        num_chunks=chunks,
         tile_rows=1 + s.below(200),
-        **empty_tables(output, s.E)._asdict(),
+        other_tile_rows=0 if heights == 1 else 1 + s.below(200),
+        tables=empty_tables(output, s.E, 2, chunks),  # a fault may add a height
     )
 
 
@@ -274,9 +302,11 @@ OPERATORS = (
             "sizes_kind": (-1, 2),
             "offsets_kind": (-1, 2),
             "tile_rows": (-1, 0),
+            "other_tile_rows": (-1,),
+            "num_chunks": (-1, TOO_MANY),
         },
-        required=("sizes", *_TABLES, "tiles", "window"),
-        aligned=("sizes", "offsets", *_TABLES, "tiles", "window"),
+        required=("sizes", "tables"),
+        aligned=("sizes", "offsets", "tables"),
         fuzzed=_fuzzed_tables,
     ),
     Operator(

@@ -26,8 +26,8 @@ class PermuteParams(Params):
         (Bytes, "x"),
         (Size, "x_row_stride"),
         (Bytes, "scale"),
-        (Size, "scale_row_stride"),
-        (Int32s, "slot_to_row row_to_token"),
+        (Size, "scale_row_stride first_row"),
+        (Int32s, "slot_to_row row_to_token rows_end"),
         (Bytes, "rows row_scales"),
         (Int, "dtype scale_dtype fill num_threads"),
     )
@@ -98,6 +98,8 @@ def _fuzzed(core: Core, output: MakeOutput, s: Draw) -> Params:
         scale_row_stride=s.S,
         slot_to_row=s.ints((s.T, s.K), s.N),
         row_to_token=s.ints((s.N,), s.T),
+        first_row=s.below(4),
+        rows_end=s.ints((1,), s.N + 4) if s.below(2) else None,
         rows=output((s.N, s.H), np.float32),
         row_scales=output((s.N, s.S), np.float32),
         **s.choices(dtype=6, scale_dtype=6, fill=4),
@@ -116,6 +118,7 @@ OPERATORS = (
         name="permute",
         valid=_valid,
         bad_fields={
+            "first_row": (-1, TOO_MANY),
             "num_tokens": (-1, TOO_MANY),
             "topk": (-1, TOO_MANY // 5 + 1),
             "num_rows": (-1, TOO_MANY),

@@ -29,6 +29,7 @@ class UnpermuteParams(Params):
         (Floats, "weights"),
         (Int32s, "weight_index"),
         (Bytes, "out"),
+        (Size, "out_row_stride"),
         (Int, "dtype copy_single_row num_threads"),
     )
 
@@ -88,6 +89,7 @@ def _fuzzed(core: Core, output: MakeOutput, s: Draw) -> Params:
         hidden=s.H,
         rows=s.data(s.N, s.H),
         rows_row_stride=s.H,
+        out_row_stride=s.H,
         token_rows=s.ints((s.T, s.K), s.N),
         weights=s.data(1, weights)[0],
         weight_index=s.ints((s.N,), weights),
@@ -115,7 +117,7 @@ OPERATORS = (
     Operator(
         name="unpermute",
         valid=_valid,
-        bad_fields=BAD_FIELDS,
+        bad_fields={**BAD_FIELDS, "out_row_stride": (-1, TOO_WIDE)},
         required=("rows", "token_rows", "out"),
         aligned=("token_rows", "weights", "weight_index"),
         fuzzed=_fuzzed,

@@ -11,6 +11,7 @@
 #include "cpu/float_rows.h"
 #include "pmo/grouped.h"
 #include "pmo/grouped_rows.h"
+#include "pmo/layer.h"
 
 namespace {
 
@@ -27,9 +28,11 @@ struct Product {
 
   float sum(int64_t expert, int64_t row, int64_t column) const {
     float sum = 0.0f;
+    const int64_t source = p.gathers != 0 ? p.row_to_token[row] : row - p.first_row;
+    if (source < 0 || source >= p.num_sources) return sum;
     for (int64_t i = 0; i < p.inner; ++i) {
       const int64_t place = p.transpose ? (expert * p.outer + column) * p.inner + i : (expert * p.inner + i) * p.outer + column;
-      sum += load(p.x, (row - p.first_row) * p.x_row_stride + i) * load(p.matrix, place);
+      sum += load(p.x, source * p.x_row_stride + i) * load(p.matrix, place);
     }
     return sum;
   }
@@ -58,7 +61,8 @@ struct Product {
     for (int64_t i = 0; i < p.width; ++i) {
       const int64_t at_gate = row * 2 * p.width + i, at_up = at_gate + p.width;
       const float gate = is_live ? load(p.hidden, at_gate) : 0.0f, up = is_live ? load(p.hidden, at_up) : 0.0f;
-      const float d_scaled = is_live ? sum(expert, row, i) : 0.0f, share = 1.0f / (1.0f + std::exp(-gate)), silu = gate * share;
+      const float d_scaled = is_live ? rounded(sum(expert, row, i)) : 0.0f, share = 1.0f / (1.0f + std::exp(-gate)),
+                  silu = gate * share;
       const float act = rounded(silu * up);
       parts[static_cast<size_t>(i / 128)] += act * d_scaled;
       store(p.hidden, at_gate, d_scaled * weight * up * (share + silu * (1.0f - share)));
@@ -91,7 +95,11 @@ int outer(const pmo_grouped_outer_params& p) {
       for (int64_t j = 0; j < p.q_columns; ++j) {
         float sum = 0.0f;
         for (int64_t row = p.first[expert]; row < p.stop[expert]; ++row) {
-          sum += Rows::load(left[row * p.p_row_stride + i]) * Rows::load(right[row * p.q_row_stride + j]);
+          const int64_t source = p.gathered == PMO_GROUPED_GATHERS_NONE ? row : p.row_to_token[row];
+          if (p.gathered != PMO_GROUPED_GATHERS_NONE && (source < 0 || source >= p.num_sources)) continue;
+          const int64_t of_p = p.gathered == PMO_GROUPED_GATHERS_P ? source : row;
+          const int64_t of_q = p.gathered == PMO_GROUPED_GATHERS_Q ? source : row;
+          sum += Rows::load(left[of_p * p.p_row_stride + i]) * Rows::load(right[of_q * p.q_row_stride + j]);
         }
         auto* to = static_cast<uint16_t*>(p.out) + (expert * p.out_rows + p.first_p + i) * p.out_columns + p.first_q + j;
         *to = Rows::store(sum);
@@ -107,6 +115,10 @@ extern "C" {
 
 int32_t pmo_grouped_product_cuda_is_built(void) { return 1; }
 int32_t pmo_grouped_capability_cuda(void) { return 90; }
+void pmo_gpu_facts_cuda(int32_t* num_sms, int32_t* memory_gbps) {
+  *num_sms = 132;
+  *memory_gbps = 3352;
+}
 
 int pmo_grouped_product_cuda(const pmo_grouped_product_params* params, void*) {
   if (const int status = pmo::check_grouped_product(*params)) return status;

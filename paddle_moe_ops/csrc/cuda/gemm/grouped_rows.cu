@@ -4,8 +4,8 @@
 // Row kernels around the grouped GEMMs: tables of experts, zeros in rows of no expert, row sums, SwiGLU and dSwiGLU. All are
 // memory-bound.
 //
-// * grouped_tables: sizes and offsets [E] -> first, stop, tiles, window. One CTA, a thread per expert, 256 experts at a time; prefix
-//   sums and the end of the groups carry over. Writes 12 E bytes.
+// * grouped_tables: sizes and offsets [E] -> first, stop, tiles, window, counters. One CTA per tile height, a thread per expert,
+//   256 experts at a time; prefix sums and the end of the groups carry over. Writes 12 E + 4 P bytes per height.
 // * grouped_clear: a warp per row bisects `stop` for its expert and writes zeros to rows of no expert.
 // * row_sums: out[r] = sum of values[r, 0 ... W - 1]. A thread per row, since rows are short. Reads 4 M W bytes, writes 4 M.
 // * swiglu: act [M, n] = silu(gate) * up for hidden [M, 2 n]. A thread per access of up to 16 bytes. Reads 2 n elements of a row,
@@ -55,6 +55,10 @@ __device__ Scanned scan(int64_t value, int64_t* of_warps, Operation operation) {
 
 __global__ void __launch_bounds__(kThreads) grouped_tables(pmo_grouped_tables_params p) {
   __shared__ int64_t of_warps[kWarps];
+  const int64_t tile_rows = blockIdx.x == 0 ? p.tile_rows : p.other_tile_rows;
+  int32_t* const first_rows = p.tables + blockIdx.x * (3 * p.num_experts + p.num_chunks + 6);
+  int32_t *const stop = first_rows + p.num_experts, *const tile_starts = stop + p.num_experts;
+  int32_t* const window = tile_starts + p.num_experts + 1;
   const auto sum = [](int64_t a, int64_t b) { return a + b; };
   const auto larger = [](int64_t a, int64_t b) { return a > b ? a : b; };
   const auto limited = [&](int64_t number) { return min(max(number, int64_t{0}), p.num_rows); };
@@ -69,22 +73,36 @@ __global__ void __launch_bounds__(kThreads) grouped_tables(pmo_grouped_tables_pa
     const int64_t own_end = is_expert ? limited(begin + size) : 0;
     const Scanned ends = scan(own_end, of_warps, larger);
     const int64_t earlier = larger(ends.before, end_before), end = larger(own_end, earlier), first = larger(begin, earlier);
-    const int64_t count = is_expert ? divide_up(end - first, int64_t{p.tile_rows}) : 0;
+    const int64_t count = is_expert ? divide_up(end - first, tile_rows) : 0;
     const Scanned tiles = scan(count, of_warps, sum);
     if (is_expert) {
-      p.first[expert] = static_cast<int32_t>(first);
-      p.stop[expert] = static_cast<int32_t>(end);
-      p.tiles[expert] = static_cast<int32_t>(tiles_before + tiles.before);
+      first_rows[expert] = static_cast<int32_t>(first);
+      stop[expert] = static_cast<int32_t>(end);
+      tile_starts[expert] = static_cast<int32_t>(tiles_before + tiles.before);
     }
     rows_before += rows.all;
     end_before = larger(end_before, ends.all);
     tiles_before += tiles.all;
   }
+  if (threadIdx.x == 0) tile_starts[p.num_experts] = static_cast<int32_t>(tiles_before);
+  __syncthreads();  // the tables are read below
+  for (int64_t row_chunk = 0; row_chunk < p.num_chunks; ++row_chunk) {
+    int64_t begun = 0;
+    for (int64_t chunk = 0; chunk < p.num_experts; chunk += kThreads) {
+      const int64_t expert = chunk + threadIdx.x;
+      int64_t of_expert = 0;
+      if (expert < p.num_experts) {
+        const int64_t rows = max(row_chunk * p.chunk_rows - first_rows[expert], int64_t{0});
+        of_expert = min(divide_up(rows, tile_rows), int64_t{tile_starts[expert + 1] - tile_starts[expert]});
+      }
+      begun += scan(of_expert, of_warps, sum).all;
+    }
+    if (threadIdx.x == 0) window[row_chunk] = static_cast<int32_t>(begun);
+  }
   if (threadIdx.x != 0) return;
-  p.tiles[p.num_experts] = static_cast<int32_t>(tiles_before);
-  p.window[0] = 0;
-  p.window[1] = static_cast<int32_t>(tiles_before);
-  p.window[2] = p.window[3] = 0;
+  int32_t* const rest = window + p.num_chunks;
+  rest[0] = rest[2] = static_cast<int32_t>(tiles_before);
+  rest[1] = rest[3] = rest[4] = 0;
 }
 
 __global__ void __launch_bounds__(kThreads) grouped_clear(pmo_grouped_clear_params p) {
@@ -175,7 +193,7 @@ __global__ void __launch_bounds__(kThreads) swiglu_backward(pmo_swiglu_backward_
 
 int run_tables(const pmo_grouped_tables_params& p, cudaStream_t stream) {
   if (const int status = check_grouped_tables(p)) return status;
-  return launch("grouped_tables", grouped_tables, {1, kThreads}, stream, p);
+  return launch("grouped_tables", grouped_tables, {p.other_tile_rows > 0 ? 2u : 1u, kThreads}, stream, p);
 }
 
 int run_clear(const pmo_grouped_clear_params& p, cudaStream_t stream) {

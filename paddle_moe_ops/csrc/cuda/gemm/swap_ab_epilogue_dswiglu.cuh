@@ -1,8 +1,8 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// dSwiGLU epilogue of the swap-AB grouped GEMM (swap_ab.cu): accumulators d_act, hidden rows from the pipeline, weights w of
-// rows.
+// dSwiGLU epilogue of the swap-AB grouped GEMM (swap_ab.cu): accumulators d_act, rounded to T first, hidden rows from the pipeline,
+// weights w of rows. The rounding is that of a GEMM which stores d_act, so the bits are those of separate kernels.
 //
 //   d_hidden = the gradient of w * silu(gate) * up with respect to gate and up, for the output gradient d_act
 //   out      = w * act with act = silu(gate) * up rounded to T
@@ -112,7 +112,8 @@ __device__ inline void dswiglu_subtile(const float (&d)[kSwapAbAccumulators], co
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = i / 2 * 2;
-      const float low = d_act.of[block][2 * i], high = d_act.of[block][2 * i + 1];
+      const float2 rounded = Pair<T>::unpack(Pair<T>::pack(d_act.of[block][2 * i], d_act.of[block][2 * i + 1]));
+      const float low = rounded.x, high = rounded.y;
       const float2 made = dswiglu_pair<T>(gate[block][i], up[block][i], low, high, weight[i / 2], scaled[i]);
       dots[row] = fmaf(made.x, low, dots[row]);
       dots[row + 1] = fmaf(made.y, high, dots[row + 1]);

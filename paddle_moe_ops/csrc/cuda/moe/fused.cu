@@ -215,6 +215,8 @@ void describe_rows(const pmo_permute_params& p, FusedWork* work) {
   work->scale_stride = scales.source_stride;
   work->fill_rows = rows.fill;
   work->fill_scales = scales.fill;
+  work->first_row = static_cast<int32_t>(p.first_row);
+  work->rows_end = p.rows_end;
 }
 
 template <typename Params>

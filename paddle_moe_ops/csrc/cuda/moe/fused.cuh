@@ -46,6 +46,8 @@ struct FusedWork {
   int64_t x_stride, scale_stride;
   int32_t row_bytes, scale_bytes;
   bool fill_rows, fill_scales;
+  int32_t first_row;        // of a chunk of rows
+  const int32_t* rows_end;  // NULL, or the row from which on padding is not filled
 
   // A token's row is cut into pieces of piece_bytes (the last may be shorter). A CTA owns a contiguous range of all pieces and
   // stages pieces_per_stage of them at a time. The CTA that owns a token's first piece writes its maps.

@@ -23,6 +23,11 @@ inline unsigned padding_blocks(int64_t num_rows, int64_t threads) {
   return static_cast<unsigned>(std::min(divide_up(num_rows, threads), kMaxPaddingBlocks));
 }
 
+// Rows of the chunk [first_row, first_row + num_rows) before row *rows_end; all if that is null.
+__device__ inline int64_t rows_before_end(const int32_t* rows_end, int64_t first_row, int64_t num_rows) {
+  return rows_end == nullptr ? num_rows : min(max(__ldg(rows_end) - first_row, int64_t{0}), num_rows);
+}
+
 // Padding rows, divided among the first `warps` warps of each of the first `blocks` CTAs of the grid. CTAs are one-dimensional.
 struct PaddingRows {
   const int32_t* row_to_token;

@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// permute: rows[slot_to_row[t, k]] = x[t], scales alike. Every source row is read once and written to each of its rows.
+// permute: rows[slot_to_row[t, k] - first_row] = x[t], scales alike. Every source row is read once and written to each of its rows.
 //
 //   x [T, H], rows [N, H]; scale [T, S], row_scales [N, S]; slot_to_row [T, K]; row_to_token [N] marks padding rows
 //
@@ -37,6 +37,8 @@ struct Pieces {
   int64_t num_tokens, topk, num_rows;
   const int32_t* slot_to_row;
   const int32_t* row_to_token;
+  int64_t first_row;
+  const int32_t* rows_end;
   int parts = 1;                // pieces of a row, one warp each
   unsigned padding_blocks = 0;  // the first CTAs of the grid
 
@@ -58,7 +60,8 @@ template <int kBytes, int kAccessesPerLane>
 __global__ void __launch_bounds__(kMaxThreads) move_pieces(const __grid_constant__ Pieces p) {
   using Access = Vector<kBytes>;
   if (blockIdx.x < p.padding_blocks) {
-    PaddingRows(p.row_to_token, p.num_rows, p.padding_blocks).each([&](int64_t row) {
+    const int64_t filled = rows_before_end(p.rows_end, p.first_row, p.num_rows);
+    PaddingRows(p.row_to_token, filled, p.padding_blocks).each([&](int64_t row) {
       if (p.rows.fill) zero_row<kBytes>(p.rows.target + row * p.rows.row_bytes, p.rows.row_bytes);
       if (p.scales.fill) zero_row<4>(p.scales.target + row * p.scales.row_bytes, p.scales.row_bytes);
     });
@@ -84,7 +87,8 @@ __global__ void __launch_bounds__(kMaxThreads) move_pieces(const __grid_constant
   }
 #pragma unroll 1
   for (int64_t begin = 0; begin < p.topk; begin += kWarpSize) {
-    const int32_t own = begin + lane < p.topk ? __ldg(p.slot_to_row + token * p.topk + begin + lane) : -1;
+    const int32_t entry = begin + lane < p.topk ? __ldg(p.slot_to_row + token * p.topk + begin + lane) : -1;
+    const auto own = static_cast<int32_t>(entry - p.first_row);
     const auto store = [&](int64_t row) {
       auto* target = reinterpret_cast<Access*>(p.rows.target + row * p.rows.row_bytes) + first;
 #pragma unroll
@@ -141,7 +145,7 @@ int launch_pieces(Pieces pieces, cudaStream_t stream) {
 int move(const pmo_permute_params& p, cudaStream_t stream) {
   if (p.num_rows == 0) return PMO_OK;
   const RowArray scales = scales_of(p);
-  Pieces pieces = {rows_of(p), scales, p.num_tokens, p.topk, p.num_rows, p.slot_to_row, p.row_to_token};
+  Pieces pieces = {rows_of(p), scales, p.num_tokens, p.topk, p.num_rows, p.slot_to_row, p.row_to_token, p.first_row, p.rows_end};
   if (widest_access(scales, p.num_tokens) >= 4) return launch_pieces(pieces, stream);
   pieces.scales = {};  // scales without 4-byte alignment move as rows of their own
   if (const int status = launch_pieces(pieces, stream)) return status;

@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, kWeighted ? 4 : 3)
             sum.add(loaded, kWeighted ? list.weights[window + i] : 1.0f);
             empty = false;
           }
-          Element* target = out + (first + done + listed.token) * p.hidden;
+          Element* target = out + (first + done + listed.token) * p.out_row_stride;
           if (copy) *reinterpret_cast<Access*>(target) = accesses[i];
           if (!listed.last) continue;
           if (empty) sum.fill(0.0f);
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
     listed = WarpRows(p, token, segment);
   }
   if (!inside) return;
-  Element* out = static_cast<Element*>(p.out) + token * p.hidden + vector * kWidth;
+  Element* out = static_cast<Element*>(p.out) + token * p.out_row_stride + vector * kWidth;
   if (only) {
     *reinterpret_cast<Access*>(out) = *reinterpret_cast<const Access*>(rows + last * stride);
     return;
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
   }
   const auto last = static_cast<uint32_t>(__shfl_sync(kAllLanes, row, used == 0 ? 0 : kWarpSize - 1 - __clz(used)));
   if (!inside) return;
-  Element* out = static_cast<Element*>(p.out) + token * p.hidden + vector * kWidth;
+  Element* out = static_cast<Element*>(p.out) + token * p.out_row_stride + vector * kWidth;
   if (__popc(used) == 1 && (p.weights == nullptr || p.copy_single_row != 0)) {
     *reinterpret_cast<Access*>(out) = *reinterpret_cast<const Access*>(rows + uint64_t{last} * stride);
     return;
@@ -261,8 +261,10 @@ int unpermute(const pmo_unpermute_params& p, cudaStream_t stream) {
   if (const int status = check_unpermute(p)) return status;
   if (p.num_tokens * p.hidden == 0) return PMO_OK;
   const int64_t itemsize = dtype_size(p.dtype);
-  const uintptr_t stride = p.num_rows > 1 ? static_cast<uintptr_t>(p.rows_row_stride * itemsize) : 0;
-  return with_rows(p.dtype, {address(p.rows), address(p.out), static_cast<uintptr_t>(p.hidden * itemsize), stride},
+  const auto bytes = [&](int64_t elements) { return static_cast<uintptr_t>(elements * itemsize); };
+  const uintptr_t stride = p.num_rows > 1 ? bytes(p.rows_row_stride) : 0,
+                  out_stride = p.num_tokens > 1 ? bytes(p.out_row_stride) : 0;
+  return with_rows(p.dtype, {address(p.rows), address(p.out), bytes(p.hidden), stride, out_stride},
                    [&](auto rows, auto width) -> int {
                      constexpr int kWidth = decltype(width)::value;
                      if constexpr (kWidth == 0) {

@@ -12,22 +12,31 @@
 extern "C" {
 #endif
 
-// Tables of the rows of each expert and of its tiles of `tile_rows` rows. A group begins at its offset, or at the end of the
-// previous one. It is cut where it overlaps earlier groups, and at row M. A negative size counts as 0.
+// Tables of the rows of each expert and of its tiles. A group begins at its offset, or at the end of the previous one. It is cut
+// where it overlaps earlier groups, and at row M. A negative size counts as 0.
+//
+// For one tile height or for two, one after the other:
+//
+//   first    [E]      first row
+//   stop     [E]      the row after the last one
+//   tiles    [E + 1]  tiles before those of each expert; number of all
+//   window   [P + 3]  tiles that begin before row p * chunk_rows, for p < P; number of all; 0; number of all
+//   counters [2]      zeros, of the tile scheduler
+//
+// A launch of row chunk p computes tiles window[p] to window[p + 1] - 1, one of all rows those from window[P + 1] on.
 typedef struct pmo_grouped_tables_params {
   int64_t struct_size;
   int64_t num_rows;     // M
   int64_t num_experts;  // E
   const void* sizes;    // [E] int32 or int64, as sizes_kind says: PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64
   const void* offsets;  // [E] of offsets_kind, or NULL: the groups follow each other from row 0 on
-  int32_t* first;       // [E] first row
-  int32_t* stop;        // [E] the row after the last one
-  int32_t* tiles;       // [E + 1] tiles before those of each expert; number of all
-  int32_t* window;      // [4] 0 and the number of all tiles; two zeros, the counters of the tile scheduler
+  int64_t num_chunks;   // P, may be 0
+  int64_t chunk_rows;   // 1 or more if there are chunks
+  int32_t* tables;      // [3 E + P + 6] for each height
   int32_t sizes_kind;
   int32_t offsets_kind;
-  int32_t tile_rows;  // 1 or more
-  int32_t reserved;
+  int32_t tile_rows;        // 1 or more
+  int32_t other_tile_rows;  // the second height; 0: there is none
 } pmo_grouped_tables_params;
 
 PMO_API int pmo_grouped_tables_cpu(const pmo_grouped_tables_params* params, void* stream);

@@ -16,7 +16,8 @@ typedef enum pmo_fill {
   PMO_FILL_SCALES = 2,  // zero the padding rows of `row_scales`
 } pmo_fill;
 
-// rows[slot_to_row[t, k]] = x[t], and the scales alike. Moves (T + N) * H * itemsize bytes: each source row is read once.
+// rows[slot_to_row[t, k] - first_row] = x[t], and the scales alike. Moves (T + N) * H * itemsize bytes: each source row is read
+// once.
 typedef struct pmo_permute_params {
   int64_t struct_size;
   int64_t num_tokens;
@@ -28,8 +29,10 @@ typedef struct pmo_permute_params {
   int64_t x_row_stride;
   const void* scale;  // [T, S] or NULL
   int64_t scale_row_stride;
-  const int32_t* slot_to_row;   // [T, K]; entries outside [0, N) are skipped
+  int64_t first_row;            // of the chunk [first_row, first_row + N) of all rows
+  const int32_t* slot_to_row;   // [T, K]; entries outside the chunk are skipped
   const int32_t* row_to_token;  // [N]; negative = padding row, which no slot may name if it is filled
+  const int32_t* rows_end;      // NULL, or the row, of all rows, from which on padding is not filled
   void* rows;                   // [N, H] contiguous, or NULL: move only the scales
   void* row_scales;             // [N, S] contiguous, or NULL
   int32_t dtype;
@@ -66,7 +69,8 @@ typedef struct pmo_unpermute_params {
   const int32_t* token_rows;    // [T, max_rows_per_token]; the first -1 ends a token, other entries outside [0, N) are skipped
   const float* weights;         // NULL: plain sum
   const int32_t* weight_index;  // [N] position of a row's weight, outside [0, num_weights) = weight 0; NULL: row r has weights[r]
-  void* out;                    // [T, H] contiguous
+  void* out;                    // [T, H]
+  int64_t out_row_stride;
   int32_t dtype;
   int32_t copy_single_row;  // also copy a token's only row when there are weights (Paddle's own behaviour)
   int32_t num_threads;

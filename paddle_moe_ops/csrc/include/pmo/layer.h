@@ -1,0 +1,111 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// A layer of SwiGLU experts: both passes on the kernels of pmo/grouped.h, chunk by chunk.
+//
+// T tokens of d columns, M rows, E experts of inner size n. Forward, with H = X W1 by rows:
+//
+//   rows of X -> H [M, 2n] and A = swiglu(H) [M, n]     GEMM with SwiGLU epilogue, by row chunks
+//   weights[r] A W2 -> Y -> sums of each token's rows   GEMM and unpermute, by column chunks
+//
+// Backward, with dA' the gradient of the weighted A, s A, rounded to the dtype:
+//
+//   rows of dO -> dA' = dO W2^T -> dH, s A and ds       dgrad with SwiGLU's gradient as epilogue, by row chunks
+//   dW2 = (s A)^T dO, dW1 = X^T dH                      wgrad, by column chunks of dO and X
+//   dH W1^T -> rows of dX -> sums                       dgrad and unpermute, by column chunks
+//
+// A matrix of M rows and d columns exists one chunk at a time, in one buffer. Otherwise GEMMs gather token rows themselves. Each
+// element is the same sum either way, so the bits do not depend on the chunks.
+#pragma once
+
+#include "pmo/base.h"
+#include "pmo/grouped.h"
+#include "pmo/grouped_rows.h"
+#include "pmo/permute.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// All that the choices of a pass depend on.
+typedef struct pmo_layer_facts {
+  int64_t struct_size;
+  int64_t num_tokens;   // T
+  int64_t num_rows;     // M
+  int64_t num_experts;  // E
+  int64_t hidden;       // d, a multiple of 8
+  int64_t inner;        // n, a multiple of 8
+  int64_t workspace;    // bytes of the chunk buffer; it has room for 256 columns of all rows in any case
+  int32_t dtype;        // PMO_FLOAT16 or PMO_BFLOAT16
+  int32_t num_sms;
+  int32_t memory_gbps;      // memory bandwidth in GB/s; 0 if it is unknown
+  int32_t backward;         // 0: the forward pass
+  int32_t keeps_hidden;     // whether H exists between the passes
+  int32_t needs_d_weights;  // whether the backward pass computes the gradient of the weights
+} pmo_layer_facts;
+
+// The choices of a pass.
+typedef struct pmo_layer_plan {
+  int64_t chunk_rows;     // of a row chunk
+  int64_t num_chunks;     // number of row chunks; 0 if the GEMM gathers
+  int64_t chunk_columns;  // of a column chunk
+  int64_t buffer_bytes;   // of the chunk buffer
+  int64_t tables_size;    // int32 entries of the tile schedules
+  int64_t bytes;          // workspace of the pass: the buffer and all other temporary arrays
+  int32_t gathers;        // whether the GEMM whose rows are tokens gathers them
+  int32_t gathers_x;      // whether wgrad of W1 gathers them
+  int32_t gathers_d_out;  // whether wgrad of W2 gathers them
+  int32_t sum_tile_rows;  // tile rows of the GEMM whose rows are summed
+} pmo_layer_plan;
+
+// Needs no GPU.
+PMO_API int pmo_layer_plan_of(const pmo_layer_facts* facts, pmo_layer_plan* plan);
+
+typedef struct pmo_layer_params {
+  int64_t struct_size;
+  int64_t slots_per_token;      // W
+  const void* x;                // [T, d], at a multiple of 16 bytes
+  int64_t x_row_stride;         // a multiple of 8, at least d
+  const void* gate_up;          // W1 [E, d, 2n], or [E, 2n, d] with `transpose`; gates first
+  const void* down;             // W2 [E, n, d], or [E, d, n]
+  const float* weights;         // [M] or NULL
+  const int32_t* token_rows;    // [T, W] rows of each token; the first -1 ends a token
+  const int32_t* row_to_token;  // [M], negative for none
+  const void* sizes;            // [E] rows of each expert, of sizes_kind
+  const void* offsets;          // [E] or more, first row of each expert, of offsets_kind; NULL: groups follow each other
+  void* hidden;                 // [M, 2n]: H. Forward: written unless it is NULL. Backward: replaced by dH; NULL: recomputed
+  void* workspace;              // `bytes` of the plan, at a multiple of 16 bytes
+  void* out;                    // forward: [T, d]
+  const void* d_out;            // backward: [T, d], at a multiple of 16 bytes
+  int64_t d_out_row_stride;     // a multiple of 8, at least d
+  void* d_x;                    // [T, d] or NULL
+  void* d_gate_up;              // shape of gate_up, or NULL
+  void* d_down;                 // shape of down, or NULL
+  float* d_weights;             // [M] or NULL, as facts.needs_d_weights says
+  int32_t sizes_kind;           // PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64
+  int32_t offsets_kind;
+  int32_t transpose;
+  int32_t clears_hidden;  // forward: whether H gets zeros in rows of no expert
+} pmo_layer_params;
+
+// The functions that a pass calls, those of one device.
+typedef struct pmo_layer_kernels {
+  int (*tables)(const pmo_grouped_tables_params*, void* stream);
+  int (*permute)(const pmo_permute_params*, void* stream);
+  int (*gemm)(const pmo_grouped_product_params*, void* stream);
+  int (*wgrad)(const pmo_grouped_outer_params*, void* stream);
+  int (*row_sums)(const pmo_row_sums_params*, void* stream);
+  int (*unpermute)(const pmo_unpermute_params*, void* stream);
+  int (*clear)(const pmo_grouped_clear_params*, void* stream);
+} pmo_layer_kernels;
+
+// One pass. No host synchronisation. Rows of no expert are not read, and not written but for clears_hidden.
+PMO_API int pmo_layer_run(const pmo_layer_facts* facts, const pmo_layer_params* params, const pmo_layer_kernels* kernels,
+                          void* stream);
+
+// SMs and memory bandwidth in GB/s of the current GPU; 0 if they are unknown.
+PMO_API void pmo_gpu_facts_cuda(int32_t* num_sms, int32_t* memory_gbps);
+
+#ifdef __cplusplus
+}
+#endif

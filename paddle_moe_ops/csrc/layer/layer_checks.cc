@@ -1,0 +1,48 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+#include "common/grouped_sizes.h"
+#include "common/ids.h"
+#include "common/status.h"
+#include "layer/plan.h"
+#include "pmo/grouped.h"
+
+namespace pmo {
+namespace layer {
+
+int check_facts(const pmo_layer_facts& f) {
+  PMO_REQUIRE(f.struct_size == sizeof f, "struct_size", "the size of pmo_layer_facts of this library");
+  PMO_REQUIRE_COUNT(f.num_tokens, "num_tokens");
+  PMO_REQUIRE(is_size(f.num_rows, 1), "num_rows", "in [0, 2^30)");
+  PMO_REQUIRE_EXPERTS(f.num_experts, "num_experts");
+  PMO_REQUIRE(is_size(f.hidden, 8) && f.hidden > 0, "hidden", "a positive multiple of 8");
+  PMO_REQUIRE(is_size(2 * f.inner, 16) && f.inner > 0, "inner", "a positive multiple of 8");
+  PMO_REQUIRE(f.workspace >= 1, "workspace", "1 or more");
+  PMO_REQUIRE(f.dtype == PMO_FLOAT16 || f.dtype == PMO_BFLOAT16, "dtype", "PMO_FLOAT16 or PMO_BFLOAT16");
+  return PMO_OK;
+}
+
+int check_layer(const pmo_layer_facts& f, const pmo_layer_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_layer_params of this library");
+  if (const int status = check_facts(f)) return status;
+  PMO_REQUIRE_SLOTS(f.num_tokens, p.slots_per_token, "slots_per_token");
+  const bool is_backward = f.backward != 0;
+  const auto has_rows = [&](const void* array, int64_t stride) {
+    return f.num_tokens == 0 || (is_16_bytes(array) && stride >= f.hidden && stride % 8 == 0);
+  };
+  PMO_REQUIRE(has_rows(p.x, p.x_row_stride), "x", "rows at multiples of 16 bytes");
+  if (is_backward) PMO_REQUIRE(has_rows(p.d_out, p.d_out_row_stride), "d_out", "rows at multiples of 16 bytes");
+  PMO_REQUIRE(is_16_bytes(p.gate_up), "gate_up", "an array at a multiple of 16 bytes");
+  PMO_REQUIRE(is_16_bytes(p.down), "down", "an array at a multiple of 16 bytes");
+  PMO_REQUIRE(is_id_kind(p.sizes_kind) && is_id_kind(p.offsets_kind), "sizes_kind", "PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64");
+  const bool has_hidden = p.hidden != nullptr;
+  PMO_REQUIRE(f.num_rows == 0 || has_hidden == (f.keeps_hidden != 0), "hidden", "an array where facts.keeps_hidden");
+  PMO_REQUIRE(f.num_rows == 0 || (p.d_weights != nullptr) == (f.needs_d_weights != 0), "d_weights",
+              "an array where facts.needs_d_weights");
+  PMO_REQUIRE(is_16_bytes(p.workspace), "workspace", "an array at a multiple of 16 bytes");
+  PMO_REQUIRE(is_backward || p.out != nullptr || f.num_tokens == 0, "out", "an array");
+  return PMO_OK;
+}
+
+}  // namespace layer
+}  // namespace pmo

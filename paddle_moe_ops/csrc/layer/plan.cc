@@ -1,0 +1,145 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+#include "layer/plan.h"
+
+#include <algorithm>
+
+#include "common/status.h"
+#include "pmo/grouped.h"
+
+namespace pmo {
+namespace layer {
+namespace {
+
+constexpr int64_t kItemBytes = 2;
+constexpr int64_t kColumnStep = 256;  // column chunks are multiples of it, unless tiles of 192 columns fit better
+
+// ---- kernel of a plain GEMM
+
+// Minimum of the mean rows per expert for the ping-pong kernel. With 128 rows per expert, the wider tiles of the swap-AB kernel
+// read each matrix less often. From this K on, the swap-AB kernel is faster.
+constexpr int64_t kMinPingPongRows = 512, kMinSwapAbInner = 512;
+// With many rows per expert, the ping-pong kernel also wins for longer K, since its epilogue overlaps the next mainloop. Its
+// smaller tiles read operands more often than 160 x 256 ones, so K has a maximum: one for tiles of 192 columns, one for 128 columns
+// on GPUs with at least this many GB/s per SM (H200: 37, H100: 25; no other GPU was measured).
+constexpr int64_t kManyRows = 1024, kMaxInnerOfWide = 3072, kMaxInnerOfNarrow = 2048, kFastGbpsPerSm = 35;
+// Tiles of 192 columns are faster if they divide the width, and up to this K if at most 1/16 of the columns is wasted.
+constexpr int64_t kMaxInnerWithWaste = 1024;
+
+// ---- gather token rows inside the GEMM, or permute them first?
+
+// Mean rows per expert up to which all GEMMs are memory-bound: one tile of the swap-AB kernel each. Gathering is then faster than
+// permuting, also for wgrad.
+constexpr int64_t kMemoryBoundRows = PMO_GROUPED_TURNED_ROWS;
+// Largest n at which a gathering GEMM beats permute + GEMM: with one row chunk, and per pass over rows of d columns with several.
+// Permuting reads and writes all rows, and reads all tokens once per chunk. Gathering slows the GEMM, whose time grows with n, by
+// about a tenth. In the backward pass, three GEMMs read permuted rows faster, two of them wgrads. The cost of permuting depends on
+// memory bandwidth, too.
+struct GatherLimits {
+  int64_t with_one_chunk, per_pass;
+};
+constexpr GatherLimits kForwardLimits = {1536, 680}, kBackwardLimits = {1024, 500}, kBackwardLimitsWithFastMemory = {768, 500};
+// Gathering slows wgrad by about a seventh, and its time grows with the columns of the other operand.
+constexpr int64_t kMaxColumnsOfGatheringWgrad = 1536;
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t mean_rows(const pmo_layer_facts& f) { return f.num_rows / f.num_experts; }
+
+// The largest multiple of 192 columns up to `most`, for a chunk of a plain GEMM; 0: no need.
+int64_t fitting_columns(int64_t inner, int64_t most) {
+  if (inner > kMaxInnerWithWaste || tile_columns(inner, most) == PMO_GROUPED_WIDE_COLUMNS) return 0;
+  return most / PMO_GROUPED_WIDE_COLUMNS * PMO_GROUPED_WIDE_COLUMNS;
+}
+
+int64_t chunk_columns(const pmo_layer_facts& f) {
+  const int64_t row_bytes = std::max<int64_t>(f.num_rows * kItemBytes, 1);
+  const int64_t columns = f.workspace / row_bytes / kColumnStep * kColumnStep;
+  const int64_t most = std::min(std::max(columns, kColumnStep), f.hidden);
+  const int64_t fitting = fitting_columns(f.inner, most);
+  const bool fits = most != f.hidden && fitting > 0 && plain_tile_rows(f, f.inner, fitting) == PMO_GROUPED_TILE_ROWS;
+  return fits ? fitting : most;
+}
+
+// Rows of a row chunk: the last tile of a chunk may extend beyond it.
+int64_t chunk_rows(const pmo_layer_facts& f) {
+  int64_t rows = f.workspace / (f.hidden * kItemBytes);
+  if (rows < f.num_rows) rows = std::max<int64_t>(rows - PMO_GROUPED_TURNED_ROWS, PMO_GROUPED_TURNED_ROWS);
+  return std::max<int64_t>(std::min(rows, f.num_rows), 1);
+}
+
+bool gathers(const pmo_layer_facts& f, int64_t chunks) {
+  if (f.num_tokens == 0) return false;
+  if (f.num_rows <= kMemoryBoundRows * f.num_experts) return true;
+  GatherLimits limits = kForwardLimits;
+  if (f.backward != 0) limits = has_fast_memory(f) ? kBackwardLimitsWithFastMemory : kBackwardLimits;
+  if (chunks <= 1) return f.inner <= limits.with_one_chunk;
+  // n <= (2 + chunks T / M) per_pass, where the tokens are read once per chunk
+  return f.num_rows * f.inner <= (2 * f.num_rows + chunks * f.num_tokens) * limits.per_pass;
+}
+
+}  // namespace
+
+bool has_fast_memory(const pmo_layer_facts& f) { return f.memory_gbps >= kFastGbpsPerSm * f.num_sms; }
+
+int32_t tile_columns(int64_t inner, int64_t columns) {
+  const int64_t wasted = divide_up(columns, PMO_GROUPED_WIDE_COLUMNS) * PMO_GROUPED_WIDE_COLUMNS - columns;
+  const bool is_wide = wasted == 0 || (wasted <= columns / 16 && inner <= kMaxInnerWithWaste);
+  return is_wide ? PMO_GROUPED_WIDE_COLUMNS : PMO_GROUPED_TILE_COLUMNS;
+}
+
+int32_t plain_tile_rows(const pmo_layer_facts& f, int64_t inner, int64_t columns) {
+  if (mean_rows(f) < kMinPingPongRows) return PMO_GROUPED_TURNED_ROWS;
+  int64_t most = kMinSwapAbInner - 1;
+  if (mean_rows(f) >= kManyRows && tile_columns(inner, columns) == PMO_GROUPED_WIDE_COLUMNS) {
+    most = kMaxInnerOfWide;
+  } else if (mean_rows(f) >= kManyRows && has_fast_memory(f)) {
+    most = kMaxInnerOfNarrow;
+  }
+  return inner <= most ? PMO_GROUPED_TILE_ROWS : PMO_GROUPED_TURNED_ROWS;
+}
+
+int64_t schedule_size(int64_t num_experts, int64_t num_chunks, int64_t num_heights) {
+  return num_heights * (3 * num_experts + num_chunks + 6);
+}
+
+pmo_layer_plan plan_of(const pmo_layer_facts& f) {
+  pmo_layer_plan plan = {};
+  const bool is_backward = f.backward != 0;
+  plan.chunk_rows = chunk_rows(f);
+  plan.num_chunks = divide_up(f.num_rows, plan.chunk_rows);
+  plan.chunk_columns = chunk_columns(f);
+  plan.gathers = gathers(f, plan.num_chunks);
+  int64_t buffer = f.num_rows * plan.chunk_columns;
+  if (plan.gathers) {
+    plan.num_chunks = 0;
+  } else {
+    buffer = std::max(buffer, (plan.chunk_rows + PMO_GROUPED_TURNED_ROWS) * f.hidden);
+  }
+  plan.buffer_bytes = std::min(buffer, f.num_rows * f.hidden) * kItemBytes;
+  const bool d_out_is_permuted = !plan.gathers && plan.num_chunks <= 1;  // the buffer still contains its rows
+  const bool has_tokens = f.num_tokens > 0;
+  plan.gathers_d_out = has_tokens && (plan.gathers || (!d_out_is_permuted && f.inner <= kMaxColumnsOfGatheringWgrad));
+  plan.gathers_x = has_tokens && (plan.gathers || 2 * f.inner <= kMaxColumnsOfGatheringWgrad);
+  plan.sum_tile_rows = plain_tile_rows(f, is_backward ? 2 * f.inner : f.inner, plan.chunk_columns);
+  const int64_t heights = plan.sum_tile_rows == PMO_GROUPED_TURNED_ROWS ? 1 : 2;
+  plan.tables_size = schedule_size(f.num_experts, plan.num_chunks > 1 ? plan.num_chunks : 0, heights);
+  const int64_t rows_bytes = f.num_rows * kItemBytes;
+  plan.bytes = aligned_bytes(plan.buffer_bytes) + aligned_bytes(4 * plan.tables_size) + aligned_bytes(rows_bytes * f.inner);
+  if (is_backward && !f.keeps_hidden) plan.bytes += aligned_bytes(rows_bytes * 2 * f.inner);
+  if (is_backward && f.needs_d_weights) {
+    plan.bytes += aligned_bytes(4 * f.num_rows * divide_up(f.inner, PMO_GROUPED_TILE_COLUMNS));
+  }
+  return plan;
+}
+
+}  // namespace layer
+}  // namespace pmo
+
+extern "C" int pmo_layer_plan_of(const pmo_layer_facts* facts, pmo_layer_plan* plan) {
+  if (facts == nullptr || plan == nullptr) return pmo::fail(PMO_INVALID_ARGUMENT, "facts and plan must be given");
+  if (const int status = pmo::layer::check_facts(*facts)) return status;
+  *plan = pmo::layer::plan_of(*facts);
+  return PMO_OK;
+}

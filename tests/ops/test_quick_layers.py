@@ -1,0 +1,119 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Plain calls of `moe_mlp` that the compiled library checks and runs: the bits and errors of other calls.
+
+Sizes are multiples of 8, for which GPUs have kernels.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import paddle
+import pytest
+
+from paddle_moe_ops import moe_mlp, use_backend
+from paddle_moe_ops.backends.arrays import to_numpy
+from paddle_moe_ops.backends.compiled import _declines
+from paddle_moe_ops.backends.compiled import backend as compiled
+from paddle_moe_ops.testing.equality import assert_bits_equal
+from tests.ops.problems import plan_tensors, tensor
+from tests.ops.test_moe_mlp import Layer
+from tests.params import ODD
+
+pytestmark = pytest.mark.compiled_only
+
+BF16 = ml_dtypes.bfloat16
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """Return values of the quick calls."""
+    given_back = []
+    quick = compiled.quick_moe_mlp
+
+    def recorded(*arguments):
+        given_back.append(quick(*arguments))
+        return given_back[-1]
+
+    monkeypatch.setattr(compiled, "quick_moe_mlp", recorded)
+    return given_back
+
+
+def run(layer, place, *, gradients, **options):
+    """The result and the gradients of a call, by name."""
+    leaves = layer.leaves(place)
+    for leaf in leaves.values():
+        leaf.stop_gradient = not gradients
+    plan, order = plan_tensors(layer.plan, place), {"by row": "row", "flat by slot": "slot"}.get(layer.form)
+    operands = leaves["x"], plan, leaves.get("probs"), leaves["gate_up"], leaves["down"]
+    out = moe_mlp(*operands, transpose=layer.transpose, weights_by=order, **options)
+    if not gradients:
+        return {"out": out}
+    out.backward(tensor(layer.d_out, place))
+    return {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["without gradients", "with gradients"])
+@pytest.mark.parametrize("form", ["by slot", "by row"])
+@pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
+@pytest.mark.parametrize("keep", ["h", "x"])
+def test_bits_are_those_of_the_checked_call(gradients, form, transpose, keep, answers, monkeypatch, rng, place):
+    layer = Layer(rng, ODD, BF16, transpose=transpose, form=form, sizes=(24, 16))
+    made = run(layer, place, gradients=gradients, keep=keep)
+    assert answers[-1] is (True if gradients else made["out"])
+    monkeypatch.setattr(compiled, "quick_moe_mlp", _declines)
+    expected = run(layer, place, gradients=gradients, keep=keep)
+    for name, each in made.items():
+        assert_bits_equal(to_numpy(each), to_numpy(expected[name]), what=name)
+
+
+def test_unusual_calls_are_declined_or_not_tried(answers, rng, place):
+    layer = Layer(rng, ODD, BF16, form="by slot", sizes=(24, 16))
+    leaves = {name: leaf.detach() for name, leaf in layer.leaves(place).items()}
+    plan = plan_tensors(layer.plan, place)
+    operands = [leaves["x"], plan, leaves["probs"], leaves["gate_up"], leaves["down"]]
+    expected = moe_mlp(*operands)
+    assert answers.pop() is expected
+    with use_backend("paddle"):
+        moe_mlp(*operands)
+    moe_mlp(*operands, accumulate=True, activation="geglu")
+    moe_mlp(*operands[:3], list(leaves["gate_up"]), list(leaves["down"]))
+    out = moe_mlp(leaves["x"].unsqueeze(0), *operands[1:])
+    assert out.shape == [1, *expected.shape]
+    assert not any(isinstance(each, paddle.Tensor) or each is True for each in answers)
+
+
+@pytest.mark.parametrize(
+    ("place_of", "change", "message"),
+    [
+        (0, lambda x: x[:-1], "x must be of"),
+        (0, lambda x: x.astype("float32"), "gate_up must"),
+        (2, lambda probs: probs[:, :1], "probs must"),
+        (2, lambda probs: probs.astype("float16"), "probs must"),
+        (3, lambda gate_up: gate_up[:, :, :-1], "gate_up must"),
+        (4, lambda down: down[1:], "down must"),
+    ],
+)
+def test_bad_arguments_are_left_to_the_checks(place_of, change, message, answers, rng, place):
+    layer = Layer(rng, ODD, BF16, form="by slot", sizes=(24, 16))
+    leaves = layer.leaves(place)
+    operands = [leaves["x"], plan_tensors(layer.plan, place), leaves["probs"], leaves["gate_up"], leaves["down"]]
+    moe_mlp(*operands)
+    operands[place_of] = change(operands[place_of].detach())
+    with pytest.raises((ValueError, TypeError), match=f"^moe_mlp: {message}"):
+        moe_mlp(*operands)
+    assert answers == [True, None]
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("groups", [[5, 0, 3], [-1, 4, 4]], ids=str)
+def test_groups_of_a_bad_plan_are_left_to_the_checks(groups, answers, place):
+    layer = Layer(np.random.default_rng(0), ODD, np.float32, form="by slot", sizes=(24, 16))
+    leaves = layer.leaves(place)
+    plan = plan_tensors(layer.plan, place)
+    sizes = paddle.to_tensor([*groups, *[0] * (ODD.E - 3)], dtype="int32")
+    bad = plan._replace(tokens_per_expert=sizes * 40)
+    with pytest.raises(ValueError, match=r"^moe_mlp: plan\."):
+        moe_mlp(leaves["x"], bad, leaves["probs"], leaves["gate_up"], leaves["down"])
+    assert answers == [None]
