@@ -72,19 +72,20 @@ def moe_mlp(
     ``workspace_mb``. No host synchronisation on a GPU with Triton, nor in a graph on one of compute capability 9.0; a
     plan with a static buffer makes all shapes static, and CUDA graphs can capture both passes.
 
-    On an NVIDIA GPU, bfloat16 and float16 run on Triton if it is installed. SwiGLU without biases then keeps ``x``, the
-    first GEMM's output H and the maps for the backward pass: 2 T d + 4 N n bytes. Rows of d columns are not kept: the
-    gradient of a weight is the dot product of the second GEMM's input row and its gradient (SonicMoE, arXiv
-    2512.14080). Each pass computes these rows in chunks, in a buffer of ``workspace_mb``. A second backward pass
-    through the same graph raises. Lists of matrices are treated as in `grouped_gemm`.
+    On an NVIDIA GPU, bfloat16 and float16 layers of SwiGLU without biases keep ``x``, the first GEMM's output H and the
+    maps for the backward pass: 2 T d + 4 N n bytes. Rows of d columns are not kept: the gradient of a weight is the dot
+    product of the second GEMM's input row and its gradient (SonicMoE, arXiv 2512.14080). Each pass computes these rows
+    in chunks, in a buffer of ``workspace_mb``. A second backward pass through the same graph of dygraph raises. Lists
+    of matrices are treated as in `grouped_gemm`.
 
-    In a graph, and in dygraph where Triton does not run, SwiGLU without biases is one operator of the compiled library
-    if each of ``gate_up`` and ``down`` is one tensor and nothing is accumulated. A program that was saved on one device
-    therefore runs on another. The operator keeps the same tensors and respects ``keep``. It ignores ``workspace_mb``:
-    all rows of d columns exist at the same time. A second backward pass is supported, a gradient of a gradient is not.
-    On a GPU of compute capability 9.0 its kernels run bfloat16 and float16 layers whose d and n are multiples of 8,
-    without host synchronisation. In all other cases its GEMMs are Paddle's matmul, expert by expert, with a host
-    synchronisation on a GPU.
+    On a GPU of compute capability 9.0, if d and n are multiples of 8 and nothing is accumulated, this layer is one
+    operator of the compiled library, in dygraph and in graphs: a token has the same bits in every batch, gradients of x
+    included. There is no host synchronisation. On other GPUs Triton runs it in dygraph.
+
+    In a graph, and in dygraph where Triton does not run, the same operator runs on all devices, so a program that was
+    saved on one runs on another. Without kernels its GEMMs are Paddle's matmul, expert by expert, with a host
+    synchronisation on a GPU; it then ignores ``workspace_mb``, and a second backward pass is supported. A gradient of a
+    gradient is not.
 
     All other layers run as the composed calls above. They ignore ``keep`` and ``workspace_mb``, and keep more tensors
     for the backward pass. With ``compute``, ``keep`` applies everywhere.
@@ -107,7 +108,7 @@ def moe_mlp(
             ``plan.row_probs``.
         keep: "h", or "x" to keep only the tokens and the maps, and recompute H in the backward pass; with ``compute``
             also "h_fp8" to keep H as float8 codes, with a scale for each 128 columns. In a graph "h_fp8" means "h".
-        workspace_mb: MiB of the buffer on Triton, 1 or more; it always has room for a few columns of all rows. A larger
+        workspace_mb: MiB of the buffer on a GPU, 1 or more; it always has room for a few columns of all rows. A larger
             buffer speeds up layers of many small experts.
         accumulate: whether to add the gradients of the matrices to existing ones as they are computed, instead of
             returning them to Paddle, which would read and write all matrices once more. They are added to the attribute

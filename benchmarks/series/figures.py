@@ -129,6 +129,7 @@ def _timelines(lines: _Lines) -> Iterator[Figure]:
 _READERS: dict[str, Callable[[_Lines], Iterator[Figure]]] = {
     "layer": _layers,
     "layer-sonic": _layers,
+    "layer-operator": _layers,
     "layer-peers": _layers,
     "deepgemm": _layers,
     "targets": _operators,

@@ -69,7 +69,14 @@ def test_replay_follows_the_routing_of_the_moment(core: Core) -> None:
     )
     unpermute_params = fill(
         UnpermuteParams(
-            num_tokens=T, max_rows_per_token=K, num_rows=N, num_weights=N, hidden=H, rows_row_stride=H, dtype=2
+            num_tokens=T,
+            max_rows_per_token=K,
+            num_rows=N,
+            num_weights=N,
+            hidden=H,
+            rows_row_stride=H,
+            out_row_stride=H,
+            dtype=2,
         ),
         rows=rows,
         token_rows=maps["token_rows"],

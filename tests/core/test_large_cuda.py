@@ -90,7 +90,8 @@ def test_rows_beyond_2_to_the_32_elements_are_moved_and_summed(core: Core) -> No
     out = torch.empty_like(x)
     weights = torch.full((N,), 2.0, device="cuda")
     common = {"num_weights": N, "max_rows_per_token": 1, "rows_row_stride": H, **sizes}
-    run(core, "unpermute", UnpermuteParams(**common), rows=rows, token_rows=slots, weights=weights, out=out)
+    params = UnpermuteParams(**common, out_row_stride=H)
+    run(core, "unpermute", params, rows=rows, token_rows=slots, weights=weights, out=out)
     assert torch.equal(out, x * 2)
 
     d_rows = torch.full((N, H), 7, dtype=torch.bfloat16, device="cuda")

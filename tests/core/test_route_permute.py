@@ -175,7 +175,13 @@ def test_permute_must_agree_with_route(core: Core) -> None:
     x = np.zeros((SMALL.T, SMALL.H), np.float32)
     plan = problem.plan
     rows = np.zeros((plan.num_rows, SMALL.H), np.float32)
-    for maps in ((plan.slot_to_row.copy(), plan.row_to_token.copy()), (plan.slot_to_row[:-1], plan.row_to_token)):
+    own_maps = plan.slot_to_row, plan.row_to_token
+    for maps, part in (
+        ((plan.slot_to_row.copy(), plan.row_to_token.copy()), {}),
+        ((plan.slot_to_row[:-1], plan.row_to_token), {}),
+        (own_maps, {"first_row": 1}),
+        (own_maps, {"rows_end": np.array([plan.num_rows], np.int32)}),
+    ):
         params = route_params(
             problem.routing,
             **problem.options,
@@ -186,4 +192,4 @@ def test_permute_must_agree_with_route(core: Core) -> None:
         )
         core.add_workspace("route", params)
         with pytest.raises(CoreError, match="INVALID_ARGUMENT: permute must be "):
-            core.run("route_permute", params, permute_params(x[: len(maps[0])], *maps, rows))
+            core.run("route_permute", params, permute_params(x[: len(maps[0])], *maps, rows, **part))

@@ -105,7 +105,7 @@ __device__ inline void store_vectors(const FusedWork& work, const Stage& stage, 
     const int32_t* rows = block_rows.rows + (piece.token - block_rows.first_token) * work.topk;
 #pragma unroll 1
     for (int batch = 0; batch < work.topk; batch += kWarpSize) {
-      const int32_t own = batch + lane < work.topk ? rows[batch + lane] - work.first_row : -1;
+      const int32_t own = index_in_chunk(batch + lane < work.topk ? rows[batch + lane] : -1, work.first_row);
 #pragma unroll 1
       for (unsigned left = __ballot_sync(kAllLanes, own >= 0 && own < work.num_rows); left != 0; left &= left - 1) {
         const int64_t row = __shfl_sync(kAllLanes, own, __ffs(left) - 1);
@@ -131,7 +131,7 @@ __device__ inline void bulk_store_rows(const FusedWork& work, const Stage& stage
     const int32_t index = i / work.topk;
     const Piece piece(work, stage, index);
     const int32_t slot = (piece.token - block_rows.first_token) * work.topk + i - index * work.topk;
-    const int32_t row = block_rows.rows[slot] - work.first_row;
+    const int32_t row = index_in_chunk(block_rows.rows[slot], work.first_row);
     if (row < 0 || row >= work.num_rows) continue;
     cp_async_bulk_store(work.rows + row * int64_t{work.row_bytes} + piece.offset(work), stage.piece(work, index),
                         piece.bytes(work));

@@ -23,6 +23,11 @@ inline unsigned padding_blocks(int64_t num_rows, int64_t threads) {
   return static_cast<unsigned>(std::min(divide_up(num_rows, threads), kMaxPaddingBlocks));
 }
 
+// Index of a row in the chunk that begins with first_row; outside [0, number of rows) for any row that is not in it.
+__device__ inline int32_t index_in_chunk(int32_t row, int64_t first_row) {
+  return static_cast<int32_t>(static_cast<uint32_t>(row) - static_cast<uint32_t>(first_row));
+}
+
 // Rows of the chunk [first_row, first_row + num_rows) before row *rows_end; all if that is null.
 __device__ inline int64_t rows_before_end(const int32_t* rows_end, int64_t first_row, int64_t num_rows) {
   return rows_end == nullptr ? num_rows : min(max(__ldg(rows_end) - first_row, int64_t{0}), num_rows);

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kMaxThreads) move_pieces(const __grid_constant
 #pragma unroll 1
   for (int64_t begin = 0; begin < p.topk; begin += kWarpSize) {
     const int32_t entry = begin + lane < p.topk ? __ldg(p.slot_to_row + token * p.topk + begin + lane) : -1;
-    const auto own = static_cast<int32_t>(entry - p.first_row);
+    const int32_t own = index_in_chunk(entry, p.first_row);
     const auto store = [&](int64_t row) {
       auto* target = reinterpret_cast<Access*>(p.rows.target + row * p.rows.row_bytes) + first;
 #pragma unroll
