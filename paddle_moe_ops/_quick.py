@@ -209,7 +209,7 @@ def _moe_mlp_with_gradient(
     by_slot: bool,
 ) -> Tensor:
     return layer_operator(
-        *(x, gate_up, down, probs, constant(plan)),
+        *(x, gate_up, down, probs, plan),  # its maps are integers, which have no gradient
         transpose=transpose,
         keeps_hidden=keep == "h",
         workspace=workspace_mb << 20,

@@ -16,6 +16,7 @@ from paddle.jit import not_to_static
 from .. import _checks
 from .._activations import ACTIVATIONS, activate, swiglu
 from .._graphs import GraphValue, in_float32, is_graph_value, of_shape, public, ready_for_matmul
+from .._quick import quick_moe_mlp
 from ..backends import Float8Matrices, GemmSpec, accumulated
 from ..backends.experts import holds_others, is_default
 from ..expert_parallel.parameters import copy_marks, sharded_state_of_experts
@@ -387,13 +388,18 @@ def _combined(
     if accumulate:
         _check_destinations(name, experts)
     gate_up, down, gate_up_bias, down_bias = _of_shapes(experts, *sizes_of)
+    if compute is None and gate_up_bias is None and down_bias is None:
+        options = {"activation": activation, "keep": keep, "workspace_mb": int(workspace_mb), "accumulate": accumulate}
+        out = quick_moe_mlp(x, plan, probs, gate_up, down, **options)
+        if out is not None:
+            return out
     plan = _plan_of_tokens(name, "rows", x, plan, gate_up)
     by_slot = probs is not None and check_weights(name, "probs", probs, plan)
     _checks.same_place(name, rows=x, gate_up=gate_up, plan=plan.row_to_token, probs=probs)
     matrices = _matrices_of_call(name, kept, x, gate_up, down, is_first_microbatch)
-    options = LayerOptions(activation, False, keep, workspace_mb, accumulate, compute)
+    layer = LayerOptions(activation, False, keep, workspace_mb, accumulate, compute)
     operands = x, gate_up, down, probs, gate_up_bias, down_bias
-    return outputs_of(prepared_layer(plan, operands, by_slot, options, matrices))
+    return outputs_of(prepared_layer(plan, operands, by_slot, layer, matrices))
 
 
 def _matrices_of_call(
