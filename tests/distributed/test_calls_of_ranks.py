@@ -246,10 +246,10 @@ def test_ranks_in_other_gradient_modes_get_their_values_and_backward_passes_name
 class Marked:
     """Two layers whose calls send equally many lines to each rank; a device checks their order."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], experts: tuple[int, int] = (4, 4)) -> None:
         rank = paddle.distributed.get_rank()
         self.swaps = rank == 1
-        self.layers = [ExpertParallel(4, paddle.distributed.get_group(0), **options) for _ in range(2)]
+        self.layers = [ExpertParallel(each, paddle.distributed.get_group(0), **options) for each in experts]
         ids = np.array([[0, 2], [1, 3], [3, 0]], np.int32) if rank == 0 else np.array([[2, 1]] * 2, np.int32)
         self.ids, self.probs = paddle.to_tensor(ids), paddle.ones(ids.shape)
         self.shape = [len(ids), HIDDEN]
@@ -324,3 +324,17 @@ def test_a_device_makes_calls_in_another_order_nan_and_the_next_dispatch_raises(
             for text in found[f"after {kind}"]:
                 assert text.startswith(f"RuntimeError: {IN_ORDER}rank 0 is in "), text
                 assert text.count(kind) >= 2
+
+
+def swapped_dispatches() -> list[str]:
+    """The errors of dispatches in another order, of layers with 40 experts and with more than any layer before."""
+    program = Marked({}, (40, 120))
+    with on_this_device():
+        x = program.x()
+        return [caught(lambda layer=layer: program.dispatched(layer, x)) for layer, _ in program.ordered([None] * 2)]
+
+
+def test_dispatches_of_layers_with_other_numbers_of_experts_are_told_to_all_ranks(custom_backend):
+    for texts in run(swapped_dispatches, 2, custom_backend):
+        assert len(texts) == 2
+        assert all(text.startswith(f"RuntimeError: {IN_ORDER}rank 0 is in dispatch of layer") for text in texts), texts

@@ -212,7 +212,8 @@ def test_tokens_that_are_not_finite_are_told_to_all():
 def bad_data_on_one_rank() -> list[str]:
     rank, ep, (x, ids, probs) = paddle.distributed.get_rank(), ExpertParallel(4), inputs(0)
     bad = [ids + 4 * rank, ids.flatten() if rank == 1 else ids]
-    return [caught(lambda each=each: ep.dispatch(x, each, probs, validate=True)) for each in bad]
+    texts = [caught(lambda each=each: ep.dispatch(x, each, probs, validate=True)) for each in bad]
+    return [*texts, caught(lambda: ep.dispatch(x, ids, probs, copy="no" if rank == 1 else False))]
 
 
 def test_the_others_are_told_of_a_rank_that_raises():
@@ -220,10 +221,11 @@ def test_the_others_are_told_of_a_rank_that_raises():
     assert (
         told
         == ["RuntimeError: ExpertParallel.dispatch: ranks [1] of [0, 1] raised an error in this call, which says more"]
-        * 2
+        * 3
     )
     assert raised[0].startswith("ValueError: ExpertParallel.dispatch: ids ")
     assert raised[1] == "ValueError: ExpertParallel.dispatch: ids must be of shape [2, topk], but got [4]"
+    assert raised[2] == "TypeError: ExpertParallel.dispatch: copy must be a bool, but got 'no' of type str"
 
 
 def end_rank_1() -> None:

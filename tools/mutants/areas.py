@@ -142,7 +142,7 @@ AREAS = {
     "exchange": _ranks(
         ("dispatch", "plans", "alltoall", "deep_ep"),
         (
-            *("transports", "deep_ep", "arguments_stay", "expert_parallel_errors", "expert_parallel"),
+            *("plans", "transports", "deep_ep", "arguments_stay", "expert_parallel_errors", "expert_parallel"),
             *("expert_parallel_layer", "calls_of_ranks", "programs_that_differ"),
         ),
         _tests("ops", "sharded_experts"),
@@ -249,6 +249,25 @@ EQUIVALENT = (
         "descriptors need a GPU",
     ),
     (r"expert_parallel/", "method dropped", r"\.keys\(\) & ", "keys take a dict as well"),
+    (
+        r"expert_parallel/plans\.py",
+        "constant|elements swapped",
+        r'^    more = \{"row_probs": None',
+        "`permute` and `unpermute` do not read these",
+    ),
+    (
+        r"expert_parallel/plans\.py",
+        "constant|and, or|condition dropped",
+        r"ids\.shape\[0\] == 0 or to_ranks\.num_rows == 0",
+        "a shortcut: rows without a token become -1 below",
+    ),
+    (r"expert_parallel/plans\.py", "condition negated", r"if has_gaps else tokens", "rows without a token become -1"),
+    (
+        r"expert_parallel/alltoall\.py",
+        "opposite|arithmetic|constant",
+        r"rest = paddle\.zeros",
+        "the words before them say that this rank raised, so nothing reads them",
+    ),
     (r"expert_parallel/peer\.py", "", r"scale_columns = float8, 0", "read with float8 alone, which sets it"),
     (r"csrc/paddle/", "", r"place\(\) [!=]= target\.place\(\)", "the suites on a GPU see it"),
     (r"csrc/paddle/", "elements swapped", r"Target target\(", "whose devices are compared, in any order"),
