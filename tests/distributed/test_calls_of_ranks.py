@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -338,3 +339,34 @@ def test_dispatches_of_layers_with_other_numbers_of_experts_are_told_to_all_rank
     for texts in run(swapped_dispatches, 2, custom_backend):
         assert len(texts) == 2
         assert all(text.startswith(f"RuntimeError: {IN_ORDER}rank 0 is in dispatch of layer") for text in texts), texts
+
+
+def dispatches_that_rank_1_misses() -> list[Any]:
+    """Errors of a dispatch that rank 0 begins alone and of the next one, twice; then the counts of a good one."""
+    rank, ep = paddle.distributed.get_rank(), ExpertParallel(4, combine="reduced", timeout=1, **PEER)
+    x, ids, probs = paddle.ones([3, HIDDEN]), paddle.zeros([3, 1], "int32"), paddle.ones([3, 1])
+    ep.dispatch(x, ids, probs)
+    texts = []
+    for _ in range(2):
+        texts.append(caught(lambda: ep.dispatch(x, ids, probs)) if rank == 0 else "missed")
+        paddle.distributed.barrier()
+        texts.append(caught(lambda: ep.dispatch(x, ids, probs)))
+    return [*texts, ep.dispatch(x, ids, probs).tokens_per_expert.tolist()]
+
+
+@pytest.mark.cpu_only  # on a GPU the kernel that waits fails, which ends what the process can do
+def test_ranks_go_on_together_after_one_missed_an_exchange():
+    first, second = run(dispatches_that_rank_1_misses, 2)
+    assert first[0] == first[2] == "RuntimeError: ExpertParallel: rank 1 of the group did not answer"
+    assert first[1::2] == second[1::2]
+    exchanges = [[int(each) for each in re.findall(r"exchange (\d+)", text)] for text in first[1:4:2]]
+    begin = exchanges[0][1]
+    assert exchanges == [[begin + 1, begin], [begin + 3, begin + 2]]
+    layer = re.search(r"layer \d+", first[1])[0]
+    for text, (ahead, behind) in zip(first[1:4:2], exchanges, strict=True):
+        given = ", ".join(
+            f"rank {rank} is in dispatch of {layer}, call 1, exchange {number}"
+            for rank, number in ((0, ahead), (1, behind))
+        )
+        assert text == f"RuntimeError: {IN_ORDER}{given}"
+    assert (first[4], second[4]) == ([6, 0], [0, 0])
