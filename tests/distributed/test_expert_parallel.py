@@ -190,6 +190,11 @@ def test_rows_through_memory_of_peers_have_the_bits_of_one_process(problems):
     check("exact", peers_of(problems, 80, integers=False))
 
 
+@pytest.mark.parametrize("float8", ["fp8_1x128", "fp8_1x128_ue8m0"])
+def test_scales_of_many_tokens_fill_several_pages_of_peers(float8):
+    check("reduced", peers_of([Problem((1100, 3), 4, 2, 64, float8=float8)], 1100))
+
+
 @OF_RANKS
 def test_windows_that_are_used_again_hold_nothing_of_the_last_time(problems):
     first = peers_of(problems[:1], 80)[0]

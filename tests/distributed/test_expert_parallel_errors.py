@@ -308,7 +308,7 @@ def test_alone_a_process_needs_no_group():
 
 
 def bad_options_on_one_rank() -> list[str]:
-    """Errors of both ranks if rank 1 has a bad option, another default dtype, or no memory to share."""
+    """Errors of both ranks if rank 1 has a bad option, another default dtype, or its memory cannot be shared."""
     rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
 
     def of_dtype() -> MoELayer:
@@ -318,11 +318,11 @@ def bad_options_on_one_rank() -> list[str]:
         finally:
             paddle.set_default_dtype("float32")
 
-    def without_memory() -> None:
+    def without(step: str) -> None:
         ep = ExpertParallel(4, group, combine="reduced", transport="peer", tokens_per_rank=16)
         with pytest.MonkeyPatch.context() as patch:
             for memory in (symmetric_memory._HostMemory, symmetric_memory._DeviceMemory) if rank else ():
-                patch.setattr(memory, "make", lambda self: os.open("/no such file", os.O_RDONLY))
+                patch.setattr(memory, step, lambda *_: os.open(f"/no such {step}", os.O_RDONLY))
             ep.dispatch(*inputs(0))
 
     return [
@@ -330,7 +330,9 @@ def bad_options_on_one_rank() -> list[str]:
         caught(lambda: MoELayer(2, 3, 4, 2, group=group, workspace_mb=-5 if rank else 1024)),
         caught(lambda: MoELayer(2, 3, 4, 2, group=group, workspace_mb=1000 + rank)),
         caught(of_dtype),
-        caught(without_memory),
+        caught(lambda: without("make")),
+        caught(lambda: without("take")),
+        caught(lambda: without("map")),
     ]
 
 
@@ -342,11 +344,14 @@ def test_options_and_failures_of_one_rank_are_errors_on_all():
         f"ValueError: MoELayer: the default dtype {same} 'float32' on rank 0, 'float64' on rank 1",
     ]
     assert run(bad_options_on_one_rank, 2) == [
-        [f"RuntimeError: MoELayer: {other}"] * 2 + of_both + [f"RuntimeError: ExpertParallel: {other}"],
+        [f"RuntimeError: MoELayer: {other}"] * 2 + of_both + [f"RuntimeError: ExpertParallel: {other}"] * 3,
         [
             "ValueError: MoELayer: keep must be one of 'h', 'x', 'h_fp8', but got 'zzz'",
             "ValueError: MoELayer: workspace_mb must be from 1 to 2147483647, but got -5",
             *of_both,
-            "FileNotFoundError: [Errno 2] No such file or directory: '/no such file'",
+            *(
+                f"FileNotFoundError: [Errno 2] No such file or directory: '/no such {step}'"
+                for step in ("make", "take", "map")
+            ),
         ],
     ]

@@ -149,7 +149,10 @@ AREAS = {
     ),
     "peers": _ranks(
         ("peer", "symmetric_memory"),
-        ("shared_buffers", "arguments_stay", "expert_parallel", "calls_of_ranks", "ranks_that_do_not_come"),
+        (
+            *("shared_buffers", "arguments_stay", "expert_parallel", "expert_parallel_errors"),
+            *("calls_of_ranks", "ranks_that_do_not_come"),
+        ),
         _tests("ops", "rank_operators"),
     ),
     "averaging": _ranks(
@@ -274,6 +277,20 @@ EQUIVALENT = (
         "method dropped|statement dropped",
         r"^        (flags\.arrived|self\.state)\b.*(zero_|tolist)\(\)",
         "memory of a CPU begins with zeros, and nothing is pending there",
+    ),
+    (
+        r"expert_parallel/symmetric_memory\.py",
+        "",
+        r"\bcuMem|shareable\(|_Access\(|_Location\(|_Properties\(|c_uint64|_ON_DEVICE|_driver\b|_Driver\b|_device_of",
+        "memory of a GPU",
+    ),
+    (r"expert_parallel/symmetric_memory\.py", "constant", r"_RECOMMENDED_GRANULARITY =|^FETCHED_", "memory of a GPU"),
+    (r"expert_parallel/peer\.py", "finally dropped", r"arrivals = ", "streams of a GPU join after an error"),
+    (
+        r"expert_parallel/peer\.py",
+        "keyword dropped|constant",
+        r"NEW_MEMORY, leaves_room=True",
+        "how fast kernels of a GPU run",
     ),
     (r"expert_parallel/peer\.py", "", r"scale_columns = float8, 0", "read with float8 alone, which sets it"),
     (r"csrc/paddle/", "", r"place\(\) [!=]= target\.place\(\)", "the suites on a GPU see it"),
