@@ -303,20 +303,23 @@ def test_three_ranks_average_gradients_of_sixteen_bits_in_float32_and_round_once
 
 
 def clipped(dtype: str) -> list[tuple[str, float]]:
-    """Dtype and value of the gradients of a dense parameter and of experts, after clipping."""
+    """Dtype and value of the gradients of a dense parameter and of experts, clipped together and without the first."""
     layer = paddle.nn.Layer()
     layer.weight = parameter([7], dtype, gradient=(300.0, 600.0)[paddle.distributed.get_rank()])
     mark_expert_parameters(layer, group=paddle.distributed.get_group(0))
     both = [parameter([5], dtype, gradient=30.0), layer.weight]
-    results = ClipGradByGlobalNorm(8.0)([(each, each.grad) for each in both])
+    clip, given = ClipGradByGlobalNorm(8.0), [(each, each.grad) for each in both]
+    results = clip(given) + clip([(both[0], None), given[1]])
     return [(str(each.dtype), float(each.astype("float32").max())) for _, each in results]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gradients_of_sixteen_bits_are_clipped_by_the_norm_in_float32(dtype):
-    factor = 8 / np.sqrt(5 * 30.0**2 + 7 * 300.0**2 + 7 * 600.0**2)
+    squares = 7 * 300.0**2 + 7 * 600.0**2
+    both, alone = 8 / np.sqrt(5 * 30.0**2 + squares), 8 / np.sqrt(squares)
     for own, found in zip((300.0, 600.0), run(clipped, 2, dtype=dtype), strict=True):
-        expected = [paddle.to_tensor(each * factor, "float32").astype(dtype) for each in (30.0, own)]
+        values = 30.0 * both, own * both, own * alone
+        expected = [paddle.to_tensor(each, "float32").astype(dtype) for each in values]
         assert found == [(str(each.dtype), float(each.astype("float32"))) for each in expected]
 
 
@@ -325,6 +328,8 @@ def test_alone_a_process_checks_what_it_is_given():
     single = parameter([2], gradient=3.0)
     average_gradients([single])
     assert single.grad.tolist() == [3.0, 3.0]
+    expected = "TypeError: average_gradients: copies must be a group of paddle.distributed, or None, but got int"
+    assert caught(lambda: average_gradients([single], copies=3)) == expected
 
 
 def with_experts_of_each_rank() -> list[Any]:

@@ -74,6 +74,11 @@ def test_faults_of_cpp_are_in_its_code():
     assert sorted(lines) == sorted(CHANGES)
 
 
+def test_lengths_of_zip_are_left_alone():
+    found = module("faults").faults_of(b"pairs = zip(a, b, strict=True)\n")
+    assert [fault.text for fault in found] == [b"zip(b, a, strict=True)"]
+
+
 def test_a_process_out_of_time_ends_with_those_it_started_in_sessions_of_their_own(tmp_path):
     program = """
 import subprocess, time

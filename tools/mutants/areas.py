@@ -292,6 +292,7 @@ EQUIVALENT = (
         r"NEW_MEMORY, leaves_room=True",
         "how fast kernels of a GPU run",
     ),
+    (r"expert_parallel/training\.py", "method dropped", r"= total\.astype\(", "the assignment to a slice casts"),
     (r"expert_parallel/peer\.py", "", r"scale_columns = float8, 0", "read with float8 alone, which sets it"),
     (r"csrc/paddle/", "", r"place\(\) [!=]= target\.place\(\)", "the suites on a GPU see it"),
     (r"csrc/paddle/", "elements swapped", r"Target target\(", "whose devices are compared, in any order"),
