@@ -148,6 +148,22 @@ def test_bad_arguments_raise_what_is_wrong():
     assert len(others) == len(texts)
 
 
+def bad_outputs(combine: str, **options: Any) -> str:
+    """The end of the error of a combine of outputs without a row."""
+    ep = ExpertParallel(4, combine=combine, **options)
+    received = ep.dispatch(paddle.ones([2, 64]), *inputs(0)[1:])
+    out = received.rows if combine == "exact" else received.tokens
+    return caught(lambda: ep.combine(out[1:], received)).partition(", hidden], ")[2].partition(",")[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"transport": "peer", "tokens_per_rank": 2}], ids=["exchanged", "peer"])
+@pytest.mark.parametrize(
+    ("combine", "what"), [("exact", "the rows of received"), ("reduced", "the tokens of received")]
+)
+def test_errors_of_combine_say_whether_it_takes_rows_or_tokens(combine, what, options):
+    assert run(bad_outputs, 2, combine=combine, **options) == [what, what]
+
+
 def test_calls_without_a_group_name_bad_arguments():
     layer = MoELayer(2, 3, 4, 1)
     optimizer = paddle.optimizer.SGD(parameters=layer.parameters())
@@ -198,7 +214,9 @@ def test_a_rank_without_a_layer_is_told_to_the_others():
 def tokens_that_are_not_finite() -> str:
     rank = paddle.distributed.get_rank()
     ep, (x, ids, probs) = ExpertParallel(4), inputs(rank)
-    bad = x.detach() * float("nan") if rank == 1 else x.detach()
+    bad = x.detach().clone()
+    if rank == 1:
+        bad[1, 0] = float("inf")
     return caught(lambda: ep.dispatch(bad, ids, probs, validate=True))
 
 
