@@ -375,12 +375,11 @@ def rows_of_tokens(
         step: the dispatch.
     """
 
-    # Detached, since compiled operators would record their own graph in this map.
     def there(x: Tensor) -> Tensor:
-        return permute(tokens.tokens_there(permute(x.detach(), to_ranks)[0], step), local)[0]
+        return permute(tokens.tokens_there(permute(x, to_ranks)[0], step), local)[0]
 
     def back(gradient: Tensor) -> Tensor:
-        travelling = chunks.by_rank(gradient.detach())
+        travelling = chunks.by_rank(gradient)
         return unpermute(rows.there(travelling, backward_step(step.call, Kind.DISPATCH_BACKWARD)), plan)
 
     return linear(_DISPATCH, None, x, there, back)

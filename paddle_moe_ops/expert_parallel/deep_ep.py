@@ -58,16 +58,15 @@ class _Trip(NamedTuple):
 
     def there(self, rows: Tensor) -> Tensor:
         """Send a row of each token to the ranks of its experts."""
-        return self.buffer.dispatch(dense(rows.detach()), handle=self.handle)[0]
+        return self.buffer.dispatch(dense(rows), handle=self.handle)[0]
 
     def back(self, rows: Tensor) -> Tensor:
         """Return the sum of each token's rows of all ranks."""
-        return self.buffer.combine(dense(rows.detach()), self.handle)[0]
+        return self.buffer.combine(dense(rows), self.handle)[0]
 
     def back_with_probs(self, rows: Tensor, probs: Tensor) -> Tensors:
         """Return the same, and the sums of the gradients of their probabilities."""
-        rows, probs = dense(rows.detach()), dense(probs.detach())
-        sums, of_probs, _ = self.buffer.combine(rows, self.handle, topk_weights=probs)
+        sums, of_probs, _ = self.buffer.combine(dense(rows), self.handle, topk_weights=dense(probs))
         return sums, of_probs
 
 

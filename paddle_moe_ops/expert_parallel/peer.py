@@ -143,7 +143,7 @@ class TokenChannel:
         if float8 is not None:
             groups = -(-width // _GROUP_COLUMNS)
             self.scale_columns = -(-groups // _PACKED_SCALES) if float8 == _checks.UE8M0 else groups
-            scales = max(-(-rows * self.scale_columns * 4 // page), 1) * page
+            scales = -(-rows * self.scale_columns * 4 // page) * page
             shapes += [
                 BufferShape(rows * width, ranks * rows, width, paddle.float8_e4m3fn),
                 BufferShape(scales, ranks, scales, paddle.uint8),
@@ -270,7 +270,7 @@ class _RowTrip(NamedTuple):
         self, rows: Tensor, places: Tensor, from_there: Tensor, step: Step, forward_calls: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         buffer = self.channel.buffer()
-        buffer.send(rows.detach(), places, OwnRows.TO_BUFFER)
+        buffer.send(rows, places, OwnRows.TO_BUFFER)
         calls = self.channel.wait(step, forward_calls)
         return buffer.receive(from_there, own=buffer.arrived), calls
 
@@ -318,7 +318,7 @@ class _Dispatch(Call):
     def __init__(self, x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, step: Step) -> None:
         super().__init__(None, x, probs)
         self.watch(ids)
-        self.given: Tensors = (x.detach(), ids, probs.detach())
+        self.given: Tensors = (x, ids, probs)
         self.channel, self.step = channel, step
         self.stay = not paddle.is_grad_enabled()  # otherwise the experts' backward pass may read them
         self.arrived: Any = None
@@ -331,7 +331,7 @@ class _Dispatch(Call):
         return tokens, their_probs
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
-        d_tokens, d_probs = gradients[0].detach(), gradients[1].detach()
+        d_tokens, d_probs = gradients
         step = backward_step(self.step.call, Kind.DISPATCH_BACKWARD)
         channel, slot, trip = self.channel, self.channel.slot(), self.arrived.trip
         slot.rows.send(d_tokens, trip.arrived, OwnRows.STAY)
@@ -391,7 +391,7 @@ class Peers:
 
         def there(x: Tensor) -> Tensor:
             channel = self._tokens(x, ids, step)
-            sent = _sent(x.detach(), ids, probs.detach(), channel, step, stay=True)
+            sent = _sent(x, ids, probs, channel, step, stay=True)
             local = sent.plan
             rows = permute(sent.tokens, local)[0]
             found.append(ArrivedRows(rows, local, sent.dropped, self._row_trip(x, plan, local, sent.trip, step)))
@@ -416,15 +416,15 @@ class Peers:
         step, calls = combine_step(trip.call, out), []
 
         def there(out: Tensor) -> Tensor:
-            rows, parts = trip.channel.slot().rows, out.detach()
-            rows.send(parts, trip.arrived, OwnRows.STAY)
+            rows = trip.channel.slot().rows
+            rows.send(out, trip.arrived, OwnRows.STAY)
             calls.append(trip.channel.wait(step))
-            return rows.receive(trip.token_rows, own=parts)
+            return rows.receive(trip.token_rows, own=out)
 
         def back(gradient: Tensor) -> Tensor:
             back_step = backward_step(step.call, Kind.COMBINE_BACKWARD)
             rows = trip.channel.slot().rows
-            tokens = rows.send(gradient.detach(), trip.token_rows, OwnRows.TO_NEW_MEMORY)
+            tokens = rows.send(gradient, trip.token_rows, OwnRows.TO_NEW_MEMORY)
             trip.channel.wait(back_step, calls[0])
             return rows.receive(trip.arrived, to=tokens)
 

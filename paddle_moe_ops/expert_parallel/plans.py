@@ -112,7 +112,7 @@ def equal_parts(
         like: a tensor on the device of the maps.
     """
     if resolve("route", ids) is compiled_backend:
-        return _equal_parts_by_operators(ids, probs.detach(), num_ranks, experts_of_rank, rows_of_rank)
+        return _equal_parts_by_operators(ids, probs, num_ranks, experts_of_rank, rows_of_rank)
     to_ranks = spread(plan_of_ranks(ids, num_ranks, experts_of_rank, rows_of_rank), rows_of_rank, like)
     local = local_ids_of(ids, to_ranks, experts_of_rank, has_gaps=True)
     dropped = ((ids >= 0).sum() - (local >= 0).sum()).astype("int32")

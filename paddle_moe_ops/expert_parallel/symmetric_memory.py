@@ -226,7 +226,7 @@ class _HostMemory:
         self, address: int | None, size: int, flags: int, file: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE
     ) -> int:
         mapped = self._library.mmap(address, size, access, flags, file, 0)
-        if mapped is None or mapped == ctypes.c_void_p(-1).value:
+        if mapped == ctypes.c_void_p(-1).value:
             raise RuntimeError(f"ExpertParallel: no memory to share: {os.strerror(ctypes.get_errno())}")
         return int(mapped)
 

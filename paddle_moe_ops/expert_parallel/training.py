@@ -267,7 +267,7 @@ def _settle_between_groups(
 
 
 def _tensors(parameters: Iterable[Tensor]) -> list[Tensor]:
-    if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
+    if not isinstance(parameters, Iterable):  # a tensor is none
         _checks.bad_type(_AVERAGE, "parameters", "tensors, as layer.parameters() gives them", type(parameters).__name__)
     tensors = list(parameters)
     for number, each in enumerate(tensors):
@@ -288,7 +288,7 @@ def _experts_apart(tensors: Sequence[Tensor], group: Group) -> dict[str, Tensor]
     return {
         f"parameters[{number}]": each
         for number, each in enumerate(tensors)
-        if is_expert_parameter(each) and not each.stop_gradient and not _is_shared_by(each, group, group)
+        if not each.stop_gradient and not _is_shared_by(each, group, group)
     }
 
 

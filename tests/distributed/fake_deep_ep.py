@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -27,14 +27,20 @@ def install() -> None:
     sys.modules[NAME] = module
 
 
-class Config:
+class Config(NamedTuple):
     """Hints of which one grows with rows of up to `KNEE_BYTES`, and the other one with wider rows."""
 
+    over_nvlink: int
+    over_rdma: int
+
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        return min(hidden_bytes, KNEE_BYTES) * num_ranks
+        return self.over_nvlink * min(hidden_bytes, KNEE_BYTES) * num_ranks
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        return max(hidden_bytes, KNEE_BYTES) * num_ranks
+        return self.over_rdma * max(hidden_bytes, KNEE_BYTES) * num_ranks
+
+
+DISPATCH, COMBINE = Config(2, 1), Config(1, 3)  # each needs more bytes of one kind
 
 
 class Buffer:
@@ -48,9 +54,12 @@ class Buffer:
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
         assert num_ranks in (2, 4, 8), f"Unsupported number of EP ranks: {num_ranks}"
-        return Config()
+        return DISPATCH
 
-    get_combine_config = get_dispatch_config
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        Buffer.get_dispatch_config(num_ranks)
+        return COMBINE
 
     def get_dispatch_layout(self, topk_idx: paddle.Tensor, num_experts: int) -> tuple[Any, ...]:
         check(topk_idx, paddle.int64)
@@ -73,9 +82,7 @@ class Buffer:
     ) -> tuple[Any, ...]:
         check(x, paddle.bfloat16)
         assert x.shape[1] % 8 == 0
-        needed = x.shape[1] * x.element_size(), self._group.nranks
-        assert self.num_nvl_bytes >= Config().get_nvl_buffer_size_hint(*needed)
-        assert self.num_rdma_bytes >= Config().get_rdma_buffer_size_hint(*needed)
+        self._check_room(x)
         if handle is not None:
             assert topk_idx is None
             assert topk_weights is None
@@ -101,11 +108,18 @@ class Buffer:
 
     def combine(self, x: paddle.Tensor, handle: Any, topk_weights: paddle.Tensor | None = None) -> tuple[Any, ...]:
         check(x, paddle.bfloat16)
+        self._check_room(x)
         sums = self._summed(x, handle).astype("bfloat16")
         if topk_weights is None:
             return sums, None, None
         check(topk_weights, paddle.float32)
         return sums, self._summed(topk_weights, handle), None
+
+    def _check_room(self, x: paddle.Tensor) -> None:
+        needed = x.shape[1] * x.element_size(), self._group.nranks
+        for config in (DISPATCH, COMBINE):
+            assert self.num_nvl_bytes >= config.get_nvl_buffer_size_hint(*needed)
+            assert self.num_rdma_bytes >= config.get_rdma_buffer_size_hint(*needed)
 
     def _moved(self, lines: paddle.Tensor, handle: Any) -> paddle.Tensor:
         tokens, counts, received, _ = handle

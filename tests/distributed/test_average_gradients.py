@@ -149,6 +149,35 @@ def test_a_group_that_lacks_gradients_of_its_copies_has_zeros():
     assert run(between_copies_of_all_experts, 2) == [[[4.0], [2.0], [3.0]]] * 2
 
 
+def unlike_copies() -> list[str]:
+    """Errors between groups of one rank each, whose parameters differ, or one of which has a bad one."""
+    rank, copies = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
+    alone = [paddle.distributed.new_group([each]) for each in range(2)][rank]
+    given = [[parameter([3 + rank])], [None if rank else parameter([2])], [parameter([2])]]
+    return [caught(lambda each=each: average_gradients(each, alone, copies=copies)) for each in given]
+
+
+def test_copies_with_other_parameters_and_errors_of_copies_are_told_to_all():
+    same = "must be the same on all ranks of the group, but got"
+    unlike = f"ValueError: average_gradients: parameters[0] {same} 'float32 [3]' on rank 0, 'float32 [4]' on rank 1"
+    told = "RuntimeError: average_gradients: ranks of another group raised an error in this call, which says more"
+    raised = "TypeError: average_gradients: parameters[0] must be a paddle.Tensor, but got NoneType"
+    good = "nothing was raised"
+    assert run(unlike_copies, 2) == [[unlike, told, good], [unlike, raised, good]]
+
+
+def between_two_of_three() -> list[float]:
+    rank = paddle.distributed.get_rank()
+    groups = [paddle.distributed.new_group(ranks) for ranks in ([0, 2], [1])]
+    given = parameter([2], gradient=3.0 + rank)
+    average_gradients([given], groups[rank % 2])
+    return given.grad.tolist()
+
+
+def test_ranks_of_another_group_do_not_count():
+    assert run(between_two_of_three, 3) == [[4.0, 4.0]] * 3
+
+
 @contextlib.contextmanager
 def reductions_told(tell: Callable[[paddle.Tensor], None]) -> Iterator[pytest.MonkeyPatch]:
     """Call a function with each tensor that is all-reduced inside, before it is."""
@@ -179,7 +208,7 @@ def test_ranks_that_fit_together_exchange_five_numbers_more_than_gradients():
 BUCKETED = {
     "float32": ((3,), (2, 5), (), (0, 4), (41, 3), (1,)),
     "float64": ((7,), (5, 1)),
-    "bfloat16": ((3, 1), (53,), (2,)),
+    "bfloat16": ((3, 1), (41,), (2,)),  # in float32, the second has more than 100 bytes
 }
 
 
@@ -198,6 +227,7 @@ def in_buckets(bucket_bytes: int) -> tuple[list[NDArray], list[str]]:
     # with the strides of a transposed matrix
     parameters[-1].main_grad = paddle.to_tensor(integers(rank, 10, (5, 2)).T).t()
     kept = [gradient_of(each) for each in parameters]
+    dtypes = [each.dtype for each in kept]
 
     def tell(tensor: paddle.Tensor) -> None:
         asked.append(f"{tensor.size} of {str(tensor.dtype).removeprefix('paddle.')}")
@@ -205,14 +235,15 @@ def in_buckets(bucket_bytes: int) -> tuple[list[NDArray], list[str]]:
     with reductions_told(tell) as patch:
         patch.setattr(training, "BUCKET_BYTES", bucket_bytes)
         average_gradients(parameters)
+    assert [each.dtype for each in kept] == dtypes
     return [each.astype("float32").numpy() for each in kept], asked
 
 
 @pytest.mark.parametrize(
     ("bucket_bytes", "sizes"),
     [
-        (100, [14, 123, 11, 12, 3, 25, 25, 3, 2]),
-        (1 << 20, [148, 12, 58]),
+        (100, [14, 123, 11, 12, 3, 25, 16, 2]),
+        (1 << 20, [148, 12, 46]),
     ],
     ids=["many", "one of each dtype"],
 )
@@ -279,13 +310,13 @@ def large_integers(rank: int) -> np.ndarray:
 
 
 def narrow_gradients(dtype: str) -> tuple[list[np.ndarray], list[Any]]:
-    """Averaged gradients of a dense parameter and of experts, and whether each keeps its dtype."""
+    """Averaged gradients of a dense parameter and of experts, and their dtypes."""
     given = [parameter([101], dtype, gradient=None), of_experts([101], dtype=dtype, gradient=None)]
     for each in given:
         each.grad = paddle.to_tensor(large_integers(paddle.distributed.get_rank())).astype(dtype)
     kept = [each.grad for each in given]
     average_gradients(given)
-    return [each.astype("float32").numpy() for each in kept], [each.grad.dtype == kept[0].dtype for each in given]
+    return [each.astype("float32").numpy() for each in kept], [str(each.grad.dtype) for each in given]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -296,35 +327,43 @@ def test_three_ranks_average_gradients_of_sixteen_bits_in_float32_and_round_once
     given = [rounded(large_integers(rank)) for rank in range(3)]
     third, total = np.float32(1 / 3), np.sum(given, 0)
     assert np.abs(total).max() > np.finfo(np.float16).max
-    for own, ((dense, experts), same_dtype) in zip(given, run(narrow_gradients, 3, dtype=dtype), strict=True):
+    for own, ((dense, experts), dtypes) in zip(given, run(narrow_gradients, 3, dtype=dtype), strict=True):
         np.testing.assert_array_equal(dense, rounded(total * third))
         np.testing.assert_array_equal(experts, rounded(own * third))
-        assert same_dtype == [True, True]
+        assert dtypes == [f"paddle.{dtype}"] * 2
 
 
 def clipped(dtype: str) -> list[tuple[str, float]]:
-    """Dtype and value of the gradients of a dense parameter and of experts, after clipping."""
+    """Dtype and value of the gradients of a dense parameter and of experts, clipped together and without the first."""
     layer = paddle.nn.Layer()
     layer.weight = parameter([7], dtype, gradient=(300.0, 600.0)[paddle.distributed.get_rank()])
     mark_expert_parameters(layer, group=paddle.distributed.get_group(0))
     both = [parameter([5], dtype, gradient=30.0), layer.weight]
-    results = ClipGradByGlobalNorm(8.0)([(each, each.grad) for each in both])
+    clip, given = ClipGradByGlobalNorm(8.0), [(each, each.grad) for each in both]
+    results = clip(given) + clip([(both[0], None), given[1]])
     return [(str(each.dtype), float(each.astype("float32").max())) for _, each in results]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gradients_of_sixteen_bits_are_clipped_by_the_norm_in_float32(dtype):
-    factor = 8 / np.sqrt(5 * 30.0**2 + 7 * 300.0**2 + 7 * 600.0**2)
+    squares = 7 * 300.0**2 + 7 * 600.0**2
+    both, alone = 8 / np.sqrt(5 * 30.0**2 + squares), 8 / np.sqrt(squares)
     for own, found in zip((300.0, 600.0), run(clipped, 2, dtype=dtype), strict=True):
-        expected = [paddle.to_tensor(each * factor, "float32").astype(dtype) for each in (30.0, own)]
+        values = 30.0 * both, own * both, own * alone
+        expected = [paddle.to_tensor(each, "float32").astype(dtype) for each in values]
         assert found == [(str(each.dtype), float(each.astype("float32"))) for each in expected]
 
 
 def test_alone_a_process_checks_what_it_is_given():
     assert caught(lambda: average_gradients([None])).startswith("TypeError: average_gradients: parameters[0] must be ")
+    expected = "TypeError: average_gradients: parameters must be tensors, as layer.parameters() gives them, but got "
+    assert caught(lambda: average_gradients(3)) == f"{expected}int"
+    assert caught(lambda: average_gradients(paddle.ones([2]))) == f"{expected}Tensor"
     single = parameter([2], gradient=3.0)
     average_gradients([single])
     assert single.grad.tolist() == [3.0, 3.0]
+    expected = "TypeError: average_gradients: copies must be a group of paddle.distributed, or None, but got int"
+    assert caught(lambda: average_gradients([single], copies=3)) == expected
 
 
 def with_experts_of_each_rank() -> list[Any]:

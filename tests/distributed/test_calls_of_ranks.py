@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -246,10 +247,10 @@ def test_ranks_in_other_gradient_modes_get_their_values_and_backward_passes_name
 class Marked:
     """Two layers whose calls send equally many lines to each rank; a device checks their order."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], experts: tuple[int, int] = (4, 4)) -> None:
         rank = paddle.distributed.get_rank()
         self.swaps = rank == 1
-        self.layers = [ExpertParallel(4, paddle.distributed.get_group(0), **options) for _ in range(2)]
+        self.layers = [ExpertParallel(each, paddle.distributed.get_group(0), **options) for each in experts]
         ids = np.array([[0, 2], [1, 3], [3, 0]], np.int32) if rank == 0 else np.array([[2, 1]] * 2, np.int32)
         self.ids, self.probs = paddle.to_tensor(ids), paddle.ones(ids.shape)
         self.shape = [len(ids), HIDDEN]
@@ -324,3 +325,48 @@ def test_a_device_makes_calls_in_another_order_nan_and_the_next_dispatch_raises(
             for text in found[f"after {kind}"]:
                 assert text.startswith(f"RuntimeError: {IN_ORDER}rank 0 is in "), text
                 assert text.count(kind) >= 2
+
+
+def swapped_dispatches() -> list[str]:
+    """The errors of dispatches in another order, of layers with 40 experts and with more than any layer before."""
+    program = Marked({}, (40, 120))
+    with on_this_device():
+        x = program.x()
+        return [caught(lambda layer=layer: program.dispatched(layer, x)) for layer, _ in program.ordered([None] * 2)]
+
+
+def test_dispatches_of_layers_with_other_numbers_of_experts_are_told_to_all_ranks(custom_backend):
+    for texts in run(swapped_dispatches, 2, custom_backend):
+        assert len(texts) == 2
+        assert all(text.startswith(f"RuntimeError: {IN_ORDER}rank 0 is in dispatch of layer") for text in texts), texts
+
+
+def dispatches_that_rank_1_misses() -> list[Any]:
+    """Errors of a dispatch that rank 0 begins alone and of the next one, twice; then the counts of a good one."""
+    rank, ep = paddle.distributed.get_rank(), ExpertParallel(4, combine="reduced", timeout=1, **PEER)
+    x, ids, probs = paddle.ones([3, HIDDEN]), paddle.zeros([3, 1], "int32"), paddle.ones([3, 1])
+    ep.dispatch(x, ids, probs)
+    texts = []
+    for _ in range(2):
+        texts.append(caught(lambda: ep.dispatch(x, ids, probs)) if rank == 0 else "missed")
+        paddle.distributed.barrier()
+        texts.append(caught(lambda: ep.dispatch(x, ids, probs)))
+    return [*texts, ep.dispatch(x, ids, probs).tokens_per_expert.tolist()]
+
+
+@pytest.mark.cpu_only  # on a GPU the kernel that waits fails, which ends what the process can do
+def test_ranks_go_on_together_after_one_missed_an_exchange():
+    first, second = run(dispatches_that_rank_1_misses, 2)
+    assert first[0] == first[2] == "RuntimeError: ExpertParallel: rank 1 of the group did not answer"
+    assert first[1::2] == second[1::2]
+    exchanges = [[int(each) for each in re.findall(r"exchange (\d+)", text)] for text in first[1:4:2]]
+    begin = exchanges[0][1]
+    assert exchanges == [[begin + 1, begin], [begin + 3, begin + 2]]
+    layer = re.search(r"layer \d+", first[1])[0]
+    for text, (ahead, behind) in zip(first[1:4:2], exchanges, strict=True):
+        given = ", ".join(
+            f"rank {rank} is in dispatch of {layer}, call 1, exchange {number}"
+            for rank, number in ((0, ahead), (1, behind))
+        )
+        assert text == f"RuntimeError: {IN_ORDER}{given}"
+    assert (first[4], second[4]) == ([6, 0], [0, 0])

@@ -48,7 +48,7 @@ def test_dispatch_and_combine_have_the_results_of_one_process():
             assert_bits_equal(got, expected, what=f"{name} of {problem}")
     for _, made in parts:
         assert made == sorted(set(made))  # one buffer, until rows are wider
-        assert made[-1] == (2 * fake_deep_ep.KNEE_BYTES, 2 * 72 * 2)
+        assert made[-1] == (2 * 2 * fake_deep_ep.KNEE_BYTES, 3 * 2 * 72 * 2)
 
 
 def trained_layers(capacity_factor: float | None) -> list[list[Any]]:

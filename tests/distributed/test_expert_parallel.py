@@ -129,6 +129,21 @@ def test_equal_parts_drop_what_has_no_room_and_nothing_else(problems, room):
     check("reduced", [problem._replace(integers=True, tokens_per_rank=room) for problem in problems])
 
 
+def dropped_for_two_reasons(combine: str, transport: str) -> Any:
+    """Counts if expert 0 has room for two of three tokens, and rank 0 for three of the four that are left."""
+    ep = ExpertParallel(4, combine=combine, transport=transport, tokens_per_rank=3)
+    ids = paddle.to_tensor([[0], [0], [0], [1], [1], [2], [-1]], "int32")
+    received = ep.dispatch(paddle.ones([7, 64]), ids, paddle.ones([7, 1]), capacity=2)
+    return received.dropped_slots.item(), received.tokens_per_expert.tolist(), received.routed_per_expert.tolist()
+
+
+@pytest.mark.parametrize(("combine", "transport"), [("reduced", "auto"), ("reduced", "peer"), ("exact", "peer")])
+def test_slots_without_room_at_their_expert_and_at_its_rank_are_counted(combine, transport):
+    first, second = run(dropped_for_two_reasons, 2, combine=combine, transport=transport)
+    assert first == (2, [4, 2], [3, 2, 1, 0])
+    assert second == (2, [2, 0], [3, 2, 1, 0])
+
+
 @OF_RANKS
 def test_so_it_is_on_a_custom_device(problems, custom_backend):
     check("exact", problems, custom_backend)
@@ -173,6 +188,11 @@ def test_parts_through_memory_of_peers_have_the_bits_of_those_that_are_exchanged
 @OF_RANKS
 def test_rows_through_memory_of_peers_have_the_bits_of_one_process(problems):
     check("exact", peers_of(problems, 80, integers=False))
+
+
+@pytest.mark.parametrize("float8", ["fp8_1x128", "fp8_1x128_ue8m0"])
+def test_scales_of_many_tokens_fill_several_pages_of_peers(float8):
+    check("reduced", peers_of([Problem((1100, 3), 4, 2, 64, float8=float8)], 1100))
 
 
 @OF_RANKS

@@ -148,6 +148,22 @@ def test_bad_arguments_raise_what_is_wrong():
     assert len(others) == len(texts)
 
 
+def bad_outputs(combine: str, **options: Any) -> str:
+    """The end of the error of a combine of outputs without a row."""
+    ep = ExpertParallel(4, combine=combine, **options)
+    received = ep.dispatch(paddle.ones([2, 64]), *inputs(0)[1:])
+    out = received.rows if combine == "exact" else received.tokens
+    return caught(lambda: ep.combine(out[1:], received)).partition(", hidden], ")[2].partition(",")[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"transport": "peer", "tokens_per_rank": 2}], ids=["exchanged", "peer"])
+@pytest.mark.parametrize(
+    ("combine", "what"), [("exact", "the rows of received"), ("reduced", "the tokens of received")]
+)
+def test_errors_of_combine_say_whether_it_takes_rows_or_tokens(combine, what, options):
+    assert run(bad_outputs, 2, combine=combine, **options) == [what, what]
+
+
 def test_calls_without_a_group_name_bad_arguments():
     layer = MoELayer(2, 3, 4, 1)
     optimizer = paddle.optimizer.SGD(parameters=layer.parameters())
@@ -198,7 +214,9 @@ def test_a_rank_without_a_layer_is_told_to_the_others():
 def tokens_that_are_not_finite() -> str:
     rank = paddle.distributed.get_rank()
     ep, (x, ids, probs) = ExpertParallel(4), inputs(rank)
-    bad = x.detach() * float("nan") if rank == 1 else x.detach()
+    bad = x.detach().clone()
+    if rank == 1:
+        bad[1, 0] = float("inf")
     return caught(lambda: ep.dispatch(bad, ids, probs, validate=True))
 
 
@@ -212,7 +230,8 @@ def test_tokens_that_are_not_finite_are_told_to_all():
 def bad_data_on_one_rank() -> list[str]:
     rank, ep, (x, ids, probs) = paddle.distributed.get_rank(), ExpertParallel(4), inputs(0)
     bad = [ids + 4 * rank, ids.flatten() if rank == 1 else ids]
-    return [caught(lambda each=each: ep.dispatch(x, each, probs, validate=True)) for each in bad]
+    texts = [caught(lambda each=each: ep.dispatch(x, each, probs, validate=True)) for each in bad]
+    return [*texts, caught(lambda: ep.dispatch(x, ids, probs, copy="no" if rank == 1 else False))]
 
 
 def test_the_others_are_told_of_a_rank_that_raises():
@@ -220,10 +239,11 @@ def test_the_others_are_told_of_a_rank_that_raises():
     assert (
         told
         == ["RuntimeError: ExpertParallel.dispatch: ranks [1] of [0, 1] raised an error in this call, which says more"]
-        * 2
+        * 3
     )
     assert raised[0].startswith("ValueError: ExpertParallel.dispatch: ids ")
     assert raised[1] == "ValueError: ExpertParallel.dispatch: ids must be of shape [2, topk], but got [4]"
+    assert raised[2] == "TypeError: ExpertParallel.dispatch: copy must be a bool, but got 'no' of type str"
 
 
 def end_rank_1() -> None:
@@ -306,7 +326,7 @@ def test_alone_a_process_needs_no_group():
 
 
 def bad_options_on_one_rank() -> list[str]:
-    """Errors of both ranks if rank 1 has a bad option, another default dtype, or no memory to share."""
+    """Errors of both ranks if rank 1 has a bad option, another default dtype, or its memory cannot be shared."""
     rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
 
     def of_dtype() -> MoELayer:
@@ -316,11 +336,11 @@ def bad_options_on_one_rank() -> list[str]:
         finally:
             paddle.set_default_dtype("float32")
 
-    def without_memory() -> None:
+    def without(step: str) -> None:
         ep = ExpertParallel(4, group, combine="reduced", transport="peer", tokens_per_rank=16)
         with pytest.MonkeyPatch.context() as patch:
             for memory in (symmetric_memory._HostMemory, symmetric_memory._DeviceMemory) if rank else ():
-                patch.setattr(memory, "make", lambda self: os.open("/no such file", os.O_RDONLY))
+                patch.setattr(memory, step, lambda *_: os.open(f"/no such {step}", os.O_RDONLY))
             ep.dispatch(*inputs(0))
 
     return [
@@ -328,7 +348,9 @@ def bad_options_on_one_rank() -> list[str]:
         caught(lambda: MoELayer(2, 3, 4, 2, group=group, workspace_mb=-5 if rank else 1024)),
         caught(lambda: MoELayer(2, 3, 4, 2, group=group, workspace_mb=1000 + rank)),
         caught(of_dtype),
-        caught(without_memory),
+        caught(lambda: without("make")),
+        caught(lambda: without("take")),
+        caught(lambda: without("map")),
     ]
 
 
@@ -340,11 +362,14 @@ def test_options_and_failures_of_one_rank_are_errors_on_all():
         f"ValueError: MoELayer: the default dtype {same} 'float32' on rank 0, 'float64' on rank 1",
     ]
     assert run(bad_options_on_one_rank, 2) == [
-        [f"RuntimeError: MoELayer: {other}"] * 2 + of_both + [f"RuntimeError: ExpertParallel: {other}"],
+        [f"RuntimeError: MoELayer: {other}"] * 2 + of_both + [f"RuntimeError: ExpertParallel: {other}"] * 3,
         [
             "ValueError: MoELayer: keep must be one of 'h', 'x', 'h_fp8', but got 'zzz'",
             "ValueError: MoELayer: workspace_mb must be from 1 to 2147483647, but got -5",
             *of_both,
-            "FileNotFoundError: [Errno 2] No such file or directory: '/no such file'",
+            *(
+                f"FileNotFoundError: [Errno 2] No such file or directory: '/no such {step}'"
+                for step in ("make", "take", "map")
+            ),
         ],
     ]

@@ -165,6 +165,21 @@ def test_without_infinity_training_is_that_without_scaling(custom_backend):
             np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
+def steps_of_one_rank() -> list[str]:
+    """Errors of steps that rank 0 takes alone, with a scaler that is off and with one of its own group."""
+    model, optimizer = model_and_optimizer()
+    alone = [dist.new_group([rank]) for rank in range(2)]
+    scaled_backward(model, GradScaler(enable=False), 0)
+    if dist.get_rank() == 1:
+        return []
+    scalers = GradScaler(enable=False, timeout=0.5), GradScaler(group=alone[0])
+    return [caught(partial(each.step, optimizer)) for each in scalers]
+
+
+def test_scalers_that_are_off_or_of_one_rank_wait_for_no_other(custom_backend):
+    assert run(steps_of_one_rank, 2, custom_backend) == [["nothing was raised"] * 2, []]
+
+
 def with_bad_groups() -> list[str]:
     alone = dist.new_group([0]), dist.new_group([1])
     given: list[dict[str, Any]] = [{"group": alone[1 - dist.get_rank()]}, {"group": "all"}, {"timeout": 0}]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from paddle_moe_ops import moe_mlp
 from paddle_moe_ops.expert_parallel import ExpertParallel, Received
+from paddle_moe_ops.expert_parallel.symmetric_memory import memory_of
 from paddle_moe_ops.nn import MoELayer
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
@@ -119,3 +120,9 @@ def ids_changed_after_the_forward_pass() -> str:
 def test_a_backward_pass_refuses_ids_that_were_changed_in_place():
     for text in run(ids_changed_after_the_forward_pass, 2):
         assert "ExpertParallel.dispatch: a tensor that the backward pass needs was changed in place" in text
+
+
+def test_regions_without_room_in_the_address_space_are_an_error():
+    memory = memory_of(paddle.CPUPlace(), 1 << 60)
+    text = caught(lambda: memory.map([0, 0]))
+    assert text == "RuntimeError: ExpertParallel: no memory to share: Cannot allocate memory"

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 import paddle
@@ -13,12 +14,14 @@ from numpy.typing import NDArray
 from paddle.distributed.communication.group import Group
 
 from paddle_moe_ops.backends.arrays import to_numpy, to_tensor
-from paddle_moe_ops.expert_parallel.alltoall import AllToAll, Alone, Scatters, transport_for
+from paddle_moe_ops.expert_parallel import rendezvous
+from paddle_moe_ops.expert_parallel.alltoall import AllToAll, Alone, Scatters, _read, transport_for
 from paddle_moe_ops.expert_parallel.symmetric_memory import BufferShape, allocate, granularity
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
 from .problems import on_this_device, step_of
 from .processes import WORDS, run
+from .test_expert_parallel_errors import caught
 
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int32", "uint8"]
 SHAPES = [(3,), (2, 2), (1,), (0,)]  # of a line
@@ -71,6 +74,72 @@ def test_alone_the_payload_is_copied():
     copy = Alone().exchange(payload, [2], [2], step_of(Group(0, -1, [0])))
     payload.zero_()
     assert copy.sum() == 6
+
+
+class Collectives:
+    """Stands in for `paddle.distributed.alltoall_single`: every rank sends what this one sends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.dtypes: list[str] = []
+        self.error: Exception | None = None
+        monkeypatch.setattr(paddle.distributed, "alltoall_single", self.run)
+        monkeypatch.setattr(rendezvous.core, "create_or_get_global_tcp_store", self.no_store)
+
+    def run(self, out: paddle.Tensor, lines: paddle.Tensor, **_: Any) -> None:
+        self.dtypes.append(lines.dtype.name)
+        if self.error is not None:
+            raise self.error
+        paddle.assign(lines, out)
+
+    def no_store(self) -> None:
+        raise RuntimeError("no store")
+
+
+def test_lines_of_a_step_that_the_host_has_compared_travel_without_codes(monkeypatch):
+    collectives, group = Collectives(monkeypatch), Group(0, -1, [0, 1])
+    transport, step = AllToAll(group, 60.0), step_of(group)
+    for is_checked, dtypes in ((False, ["INT64", "UINT8"]), (False, ["UINT8"]), (True, ["UINT8"])):
+        step.is_checked = is_checked
+        if is_checked:
+            step.codes = None
+        arrived = transport.exchange(paddle.full([3, 2], 7.0), [1, 2], [1, 2], step)
+        assert arrived.tolist() == [[7.0, 7.0]] * 3
+        assert collectives.dtypes == dtypes
+        collectives.dtypes.clear()
+
+
+@pytest.mark.parametrize("what", ["lines", "codes", "numbers"])
+def test_a_failed_transfer_names_the_ranks(what, monkeypatch):
+    collectives, group = Collectives(monkeypatch), Group(0, -1, [0, 1])
+    transport, step = AllToAll(group, 60.0), step_of(group)
+    step.is_checked = what == "lines"
+
+    def send() -> paddle.Tensor:
+        if what == "numbers":
+            return transport.exchange_numbers(paddle.ones([2, 3], "int32"), step)
+        return transport.exchange(paddle.ones([2, 3]), [1, 1], [1, 1], step)
+
+    for error, reason in ((RuntimeError("at gloo:\nreset by peer\n"), "reset by peer"), (OSError(), "no reason given")):
+        collectives.error = error
+        others = "the other ranks of [0, 1], one of which may have ended or failed"
+        text = caught(send)
+        assert text == f"RuntimeError: ExpertParallel: rank 0 could not exchange data with {others}: {reason}"
+
+
+def test_numbers_are_read_with_the_codes_of_earlier_passes():
+    numbers = np.arange(2 * 3 * 4, dtype=np.int32).reshape(2, 3, 4)
+    step = step_of(Group(0, -1, [0, 1, 2]))
+    call = step.call._replace(unread=[])
+    good, bad = [step.code()] * 3, [step.code(), step.code() + 1, step.code()]
+    call.unread.extend((step, paddle.to_tensor(good, "int64")) for _ in range(2))
+    assert _read(paddle.to_tensor(numbers), call) == numbers.tolist()
+    assert call.unread == []
+    assert _read(paddle.to_tensor(numbers), call) == numbers.tolist()
+    for codes in ([good, bad], [bad, good]):
+        call.unread.extend((step, paddle.to_tensor(each, "int64")) for each in codes)
+        with pytest.raises(RuntimeError, match="all ranks must make the same calls in the same order"):
+            _read(paddle.to_tensor(numbers), call)
+        assert call.unread == []
 
 
 def files_before_and_after_windows() -> list[int]:

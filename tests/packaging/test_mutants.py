@@ -74,6 +74,11 @@ def test_faults_of_cpp_are_in_its_code():
     assert sorted(lines) == sorted(CHANGES)
 
 
+def test_lengths_of_zip_are_left_alone():
+    found = module("faults").faults_of(b"pairs = zip(a, b, strict=True)\n")
+    assert [fault.text for fault in found] == [b"zip(b, a, strict=True)"]
+
+
 def test_a_process_out_of_time_ends_with_those_it_started_in_sessions_of_their_own(tmp_path):
     program = """
 import subprocess, time
@@ -99,3 +104,23 @@ def test_a_file_whose_process_dies_without_a_fault_is_left_out(tmp_path):
     assert copy.recorded(files, [], sys.executable, leaves_out=True).tests == ["tests/test_good.py::test_one"]
     with pytest.raises(RuntimeError, match="the tests fail without a fault"):
         copy.recorded(files, [], sys.executable, leaves_out=False)
+
+
+def test_failing_tests_that_are_left_out_are_named_with_a_survivor(tmp_path, capsys):
+    tree, folder = tmp_path / "tree", tmp_path / "copies"
+    (tree / "tests").mkdir(parents=True)
+    folder.mkdir()
+    (tree / "source.py").write_text("TWO = 2\n")
+    (tree / "tests" / "test_two.py").write_text(
+        "from source import TWO\n\ndef test_one():\n    pass\n\ndef test_two():\n    assert TWO == 3, 'no device'\n"
+    )
+    copies = module("copies")
+    copy = copies.Copy(tree, folder, links=False)
+    files = ["tests/test_two.py"]
+    record = copy.recorded(files, ["source.py"], sys.executable, leaves_out=True)
+    assert record.left_out == ["tests/test_two.py::test_two"]
+    assert "left out: FAILED tests/test_two.py::test_two - AssertionError: no device" in capsys.readouterr().out
+    area = module("areas").Area(("source.py",), ("tests/*.py",))
+    (fault,) = module("faults").faults_of(b"TWO = 2\n")
+    outcome = copy.try_mutant(area, sys.executable, record, copies.Mutant("source.py", fault))
+    assert outcome == (True, "0 tests reach it; 1 tests of the area were left out")

@@ -57,11 +57,19 @@ class Outcome(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A record of the tests of an area: ids and seconds, and for every line ("path:number") the tests that reach it."""
+    """A record of the tests of an area.
+
+    Attributes:
+        tests: their ids.
+        seconds: their times.
+        reached: the tests that reach a line, by "path:number".
+        left_out: the ids of tests that were excluded, because they fail without a fault.
+    """
 
     tests: list[str]
     seconds: list[float]
     reached: dict[str, list[int]]
+    left_out: list[str]
 
     def file_seconds(self) -> dict[str, float]:
         total: defaultdict[str, float] = defaultdict(float)
@@ -97,10 +105,9 @@ class Copy:
             if len(files) > 1:
                 return merged([self.recorded([file], sources, python, leaves_out=True) for file in files])
             print(f"  left out: {files[0]}, whose process ended:\n{output[-2000:]}", flush=True)
-            return Record([], [], {})
+            return Record([], [], {}, list(files))
         if found["failed"] and leaves_out:
-            files = sorted({_file(found["tests"][test]) for test in found["failed"]})
-            print(f"  left out: {len(found['failed'])} tests of {', '.join(files)}", flush=True)
+            print("".join(f"  left out: {line}\n" for line in _failures(output)), end="", flush=True)
         elif code not in (0, _NO_TESTS):
             raise RuntimeError(f"the tests fail without a fault:\n{output}")
         return _without(found)
@@ -132,7 +139,8 @@ class Copy:
         subject, seconds = Path(mutant.path).stem.removesuffix("_op"), record.file_seconds()
         others.sort(key=lambda test: (subject not in (file := _file(record.tests[test])), seconds[file], test))
         how = self._failure(python, record, reaching) or self._failure(python, record, others)
-        return Outcome(not how, how or f"{len(reaching)} tests reach it")
+        unknown = f"; {len(record.left_out)} tests of the area were left out" if record.left_out else ""
+        return Outcome(not how, how or f"{len(reaching)} tests reach it{unknown}")
 
     def _failure(self, python: str, record: Record, tests: list[int]) -> str | None:
         """Returns how some tests fail, or None if they pass."""
@@ -149,10 +157,9 @@ class Copy:
         code, output = self._pytest(python, arguments, limit, MUTANTS_TESTS=str(listed))
         if "Timeout (" in output:
             return "out of time"
-        failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
         if code == 0:
             return None
-        return code if isinstance(code, str) else failed[0] if failed else f"exit code {code}"
+        return code if isinstance(code, str) else next(iter(_failures(output)), f"exit code {code}")
 
     def _pytest(self, python: str, arguments: Sequence[str], seconds: float, **variables: str) -> tuple[int | str, str]:
         """Returns exit code (or "out of time", "out of memory") and output of the tests; ends their processes."""
@@ -187,12 +194,14 @@ def merged(records: Sequence[Record]) -> Record:
     tests: list[str] = []
     seconds: list[float] = []
     reached: dict[str, list[int]] = {}
+    left_out: list[str] = []
     for record in records:
         for line, numbers in record.reached.items():
             reached.setdefault(line, []).extend(number + len(tests) for number in numbers)
         tests += record.tests
         seconds += record.seconds
-    return Record(tests, seconds, reached)
+        left_out += record.left_out
+    return Record(tests, seconds, reached, left_out)
 
 
 def _without(found: dict) -> Record:
@@ -200,7 +209,13 @@ def _without(found: dict) -> Record:
     kept = sorted(set(range(len(found["tests"]))).difference(found["failed"]))
     number = {test: place for place, test in enumerate(kept)}
     reached = {line: [number[test] for test in tests if test in number] for line, tests in found["reached"].items()}
-    return Record([found["tests"][test] for test in kept], [found["seconds"][test] for test in kept], reached)
+    tests, seconds = ([found[name][test] for test in kept] for name in ("tests", "seconds"))
+    return Record(tests, seconds, reached, [found["tests"][test] for test in found["failed"]])
+
+
+def _failures(output: str) -> list[str]:
+    """Returns the lines of pytest's output that name failing tests, with their reasons."""
+    return [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
 
 
 def _reaching(record: Record, path: str, fault: Fault) -> list[int]:

@@ -116,6 +116,8 @@ def _is_left_out(node: ast.AST) -> bool:
         return True
     if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "__name__ == '__main__'"):
         return True
+    if isinstance(node, ast.keyword) and node.arg == "strict":  # of zip, whose lengths agree
+        return True
     called = node.value if isinstance(node, ast.Expr) else node
     return isinstance(called, ast.Call) and _last_name(called.func) in MESSAGES
 
