@@ -147,6 +147,9 @@ def _gemm(address: int, _: Any) -> int:
     hidden = _array(g.hidden, (g.num_rows, 2 * g.width), dtype)
     dots = _array(g.d_weights, (g.num_rows, -(-g.width // TILE_COLUMNS)), np.float32)
     weights = _array(g.weights, (g.num_rows,), np.float32) if g.weights else np.ones(g.num_rows, np.float32)
+    assert g.width > 0
+    assert g.gathers or g.window_rows <= g.num_sources
+    assert not _array(g.counters, (2,), np.int32).any()
     for expert in range(experts):
         begin = int(first[expert] + max(window[0] - tiles[expert], 0) * g.tile_rows)
         end = int(min(first[expert] + (window[1] - tiles[expert]) * g.tile_rows, stop[expert]))
@@ -196,6 +199,7 @@ def _wgrad(address: int, _: Any) -> int:
     first, stop = (_array(each, (experts,), np.int32) for each in (o.first, o.stop))
     owners = _array(o.row_to_token, (o.num_rows,), np.int32)
     out = _array(o.out, (experts, o.out_rows, o.out_columns), dtype)
+    assert not _array(o.counters, (2,), np.int32).any()
     p, q = (
         _array(each, (o.num_sources if o.gathered == which else o.num_rows, columns), dtype, stride)
         for which, each, columns, stride in (

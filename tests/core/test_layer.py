@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import itertools
+from ctypes import byref
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 from paddle_moe_ops.reference import Plan, moe_mlp, moe_mlp_backward, route
 
 from .binding import Core, CoreError
-from .layer import BACKWARD, FORWARD, H100, H200, Choices, Layer, choices, passes
+from .layer import BACKWARD, FORWARD, H100, H200, Choices, Facts, Kernels, Layer, LayerParams, choices, passes
 from .structs import DTYPES
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -86,8 +88,12 @@ def case(
     return x, d_out, plan, normal(experts, hidden, 2 * inner), normal(experts, inner, hidden)
 
 
-# Small layers gather; n beyond 1536 with more rows than 160 E permutes, in chunks if the workspace is small.
-SIZES = [(63, 8, 8, 7, 3), (1, 24, 16, 1, 1), (40, 264, 8, 3, 2), (60, 24, 1544, 1, 1), (400, 8, 1544, 2, 1)]
+# Small layers gather, and the ping-pong kernel computes summed rows of 512 rows per expert. With n beyond 1536 and more
+# than 160 E rows, rows are permuted, in chunks if the workspace is small.
+SIZES = [
+    *[(63, 8, 8, 7, 3), (700, 24, 16, 1, 1), (1, 24, 16, 1, 1), (40, 264, 8, 3, 2)],
+    *[(60, 24, 1544, 1, 1), (400, 8, 1544, 2, 1)],
+]
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["keeps H", "recomputes H"])
@@ -157,3 +163,70 @@ def test_facts_that_no_layer_has_are_refused(core: Core, bad: dict[str, int], na
     choices(core, **good)
     with pytest.raises(CoreError, match=f"^INVALID_ARGUMENT: {name} must be"):
         choices(core, **{**good, **bad})
+
+
+def test_float16(core: Core) -> None:
+    x, d_out, plan, gate_up, down = case(33, 16, 8, 4, 2)
+    x, d_out, gate_up, down = (each.astype(np.float16) for each in (x, d_out, gate_up, down))
+    made = passes(core, Layer(plan, gate_up, down, plan.row_probs), x, d_out)
+    out, _ = moe_mlp(x, plan, gate_up, down, plan.row_probs)
+    assert np.abs(made.out.astype(np.float64) - out.astype(np.float64)).max() <= 2e-3 * np.abs(out).max()
+
+
+def test_a_forward_pass_needs_no_memory_for_gradients(core: Core) -> None:
+    sizes = {"num_tokens": 40, "num_rows": 80, "num_experts": 2, "hidden": 16, "inner": 136, "workspace": 1, "dtype": 2}
+    forward = choices(core, **sizes).bytes
+    assert choices(core, **sizes, needs_d_weights=1).bytes == forward
+    backward = choices(core, **sizes, backward=1, keeps_hidden=1).bytes
+    assert backward == forward
+    of_hidden = choices(core, **sizes, backward=1).bytes - backward
+    assert of_hidden == -(-80 * 2 * 136 * 2 // 256) * 256
+    of_dots = choices(core, **sizes, backward=1, keeps_hidden=1, needs_d_weights=1).bytes - backward
+    assert of_dots == -(-80 * 2 * 4 // 256) * 256  # two tiles of 128 columns
+
+
+def call(core: Core, facts: Facts | None, params: LayerParams | None, kernels: Kernels | None) -> None:
+    """The call itself, whose checks come first."""
+    core.check(
+        core.library.pmo_layer_run(*(None if each is None else byref(each) for each in (facts, params, kernels)), None)
+    )
+
+
+def test_a_missing_struct_is_refused(core: Core) -> None:
+    structs: list[Any] = [Facts(), LayerParams(), Kernels()]
+    for number in range(3):
+        given = [None if place == number else each for place, each in enumerate(structs)]
+        with pytest.raises(CoreError, match="facts, params and kernels must be given"):
+            call(core, *given)
+
+
+@pytest.mark.parametrize(
+    ("bad", "name"),
+    [
+        ({"sizes_kind": 7}, "sizes_kind"),
+        ({"offsets_kind": 7}, "sizes_kind"),
+        ({"x": 8}, "x"),
+        ({"x_row_stride": 12}, "x"),
+        ({"x_row_stride": 8}, "x"),
+        ({"d_out": 8}, "d_out"),
+        ({"gate_up": None}, "gate_up"),
+        ({"down": 4}, "down"),
+        ({"hidden": None}, "hidden"),
+        ({"d_weights": None}, "d_weights"),
+        ({"workspace": None}, "workspace"),
+        ({"struct_size": 8}, "struct_size"),
+        ({"slots_per_token": -1}, "slots_per_token"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_params_that_lead_out_of_their_arrays_are_refused(core: Core, bad: dict[str, Any], name: str) -> None:
+    sizes = {"num_tokens": 4, "num_rows": 8, "num_experts": 2, "hidden": 16, "inner": 8, "workspace": 1, "dtype": 2}
+    facts = Facts(**sizes, backward=1, keeps_hidden=1, needs_d_weights=1)
+    numbers: dict[str, Any] = {"x_row_stride": 16, "d_out_row_stride": 16, "slots_per_token": 2}
+    pointers: dict[str, Any] = dict.fromkeys(("x", "d_out", "gate_up", "down", "hidden", "d_weights", "workspace"), 16)
+    for field, value in bad.items():
+        (pointers if field in pointers else numbers)[field] = value
+    params = LayerParams(**numbers)
+    params.point_at(**{field: value or 0 for field, value in pointers.items()})
+    with pytest.raises(CoreError, match=f"^INVALID_ARGUMENT: {name} must be"):
+        call(core, facts, params, Kernels())

@@ -126,7 +126,7 @@ def _entry(reference: Any, stream: Any) -> int:
         if p.row_to_token:
             live = _at(p.row_to_token, np.int32, p.num_rows)[rows, None] >= 0
         act, by_gate, by_up = _swiglu(np.where(live, hidden, 0))
-        act, sums = act.astype(dtype).astype(np.float64), np.where(live, sums, 0)
+        act, sums = (np.where(live, each, 0).astype(dtype).astype(np.float64) for each in (act, sums))
         d_act = sums * np.where(live, weights, 0)
         hidden[...] = np.concatenate([d_act * by_gate, d_act * by_up], axis=1)
         out[rows] = act * np.where(live, weights, 0)

@@ -185,7 +185,9 @@ AREAS = {
         tuple(dict.fromkeys(itertools.chain(_ALL_OPERATORS, *_TESTS_OF_OPERATORS.values()))),
         guards={source: (*tests, *_ALL_OPERATORS) for source, tests in _TESTS_OF_OPERATORS.items()},
     ),
-    "csrc_layer": Area(("paddle_moe_ops/csrc/layer/*.cc",), _tests("core", "layer")),
+    "csrc_layer": Area(
+        ("paddle_moe_ops/csrc/layer/*.cc",), (*_tests("core", "layer"), *_tests("triton", "layer_choices"))
+    ),
     "csrc_cpu": Area(
         ("paddle_moe_ops/csrc/cpu/*.cc", "paddle_moe_ops/csrc/common/*.cc"),
         ("tests/core/test_*.py",),

@@ -72,7 +72,7 @@ class Libraries:
     def __init__(self, tree: Path, root: Path) -> None:
         self._root = root
         shutil.copytree(tree / _OBJECTS, root / _OBJECTS)
-        for folder in ("common", "cpu"):  # tests of the core link objects, too
+        for folder in ("common", "cpu", "layer"):  # tests of the core link objects, too
             shutil.rmtree(root / _CORE.parent / folder)
             (root / _CORE.parent / folder).symlink_to(root / _OBJECTS / _CSRC / folder)
         self._link()

@@ -15,6 +15,8 @@
 
 namespace {
 
+float sigmoid(float value) { return 1.0f / (1.0f + std::exp(-value)); }
+
 using pmo::cpu::BFloat16Rows;
 using pmo::cpu::Float16Rows;
 
@@ -49,7 +51,7 @@ struct Product {
         store(p.hidden, row * 2 * p.width + i, gate);
         store(p.hidden, row * 2 * p.width + p.width + i, up);
       }
-      store(p.out, row * p.width + i, gate / (1.0f + std::exp(-gate)) * up);
+      store(p.out, row * p.width + i, gate * sigmoid(gate) * up);
     }
   }
 
@@ -61,8 +63,7 @@ struct Product {
     for (int64_t i = 0; i < p.width; ++i) {
       const int64_t at_gate = row * 2 * p.width + i, at_up = at_gate + p.width;
       const float gate = is_live ? load(p.hidden, at_gate) : 0.0f, up = is_live ? load(p.hidden, at_up) : 0.0f;
-      const float d_scaled = is_live ? rounded(sum(expert, row, i)) : 0.0f, share = 1.0f / (1.0f + std::exp(-gate)),
-                  silu = gate * share;
+      const float d_scaled = is_live ? rounded(sum(expert, row, i)) : 0.0f, share = sigmoid(gate), silu = gate * share;
       const float act = rounded(silu * up);
       parts[static_cast<size_t>(i / 128)] += act * d_scaled;
       store(p.hidden, at_gate, d_scaled * weight * up * (share + silu * (1.0f - share)));

@@ -25,8 +25,8 @@ extern "C" {
 typedef enum pmo_grouped_result {
   PMO_GROUPED_PLAIN = 0,     // out [M, width] = weights[r] * Y
   PMO_GROUPED_GATED = 1,     // hidden [M, outer] = Y, unless it is NULL; out [M, outer / 2] = SwiGLU of its halves
-  PMO_GROUPED_GRADIENT = 2,  // Y is the gradient of weights[r] * SwiGLU(hidden[r]); hidden is replaced by its gradient,
-                             // out [M, outer] = weights[r] * SwiGLU, d_weights = dot products of SwiGLU and Y
+  PMO_GROUPED_GRADIENT = 2,  // Y, rounded, is the gradient of weights[r] * SwiGLU(hidden[r]); hidden is replaced by its gradient,
+                             // out [M, outer] = weights[r] * SwiGLU, d_weights = dot products of SwiGLU, rounded, and Y
 } pmo_grouped_result;
 
 // Y[r] = x[r] times the expert's matrix, columns from first_column on. Rows of x of no expert may contain anything.
