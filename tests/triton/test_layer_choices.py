@@ -18,7 +18,7 @@ from tests.core.layer import H100, H200, choices
 
 SWAP_AB, BFLOAT16 = 160, 2  # tile rows; pmo_dtype
 # E and rows per expert on both sides of the limits of choices; the library's kernels run 128 rows or more on Triton.
-ROWS = [(3, 128), (3, 160), (3, 161), (2, 511), (2, 512), (2, 1023), (2, 1024), (1, 5001)]
+ROWS = [(1, 161), (1, 641), (3, 128), (3, 160), (3, 161), (2, 511), (2, 512), (2, 1023), (2, 1024), (1, 5001)]
 # d, and n on both sides of its limits
 COLUMNS = [768, 776, 1536, 4096]
 INNER = [8, 248, 496, 504, 512, 680, 688, 768, 776, 1024, 1032, 1536, 1544, 2048, 2056, 3072, 3080]

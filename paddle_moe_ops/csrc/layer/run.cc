@@ -169,7 +169,7 @@ class Pass {
     g.first_column = out.first;
     g.width = out.width;
     g.first_row = rows.first_row;
-    g.window_rows = chunk == kAllRows ? f_.num_rows : std::min(f_.num_rows, rows.count);
+    g.window_rows = chunk == kAllRows ? f_.num_rows : rows.count;
     g.x = rows.data;
     g.x_row_stride = rows.stride;
     g.matrix = matrix;
