@@ -11,6 +11,7 @@
 #include "common/arithmetic.h"
 #include "common/checks.h"
 #include "common/dtypes.h"
+#include "common/grouped_layout.h"
 #include "common/ids.h"
 #include "cpu/float_rows.h"
 #include "cpu/pool.h"
@@ -23,8 +24,9 @@ namespace {
 
 // The tables of one tile height.
 void tables_of_height(const pmo_grouped_tables_params& p, int32_t tile_rows, int32_t* first_rows) {
-  int32_t *const stop = first_rows + p.num_experts, *const tiles_before = stop + p.num_experts;
-  int32_t* const window = tiles_before + p.num_experts + 1;
+  const GroupedLayout layout = {p.num_experts, p.num_chunks};
+  int32_t *const stop = first_rows + layout.stop(), *const tiles_before = first_rows + layout.tiles();
+  int32_t* const window = first_rows + layout.window();
   int64_t rows_before = 0, end_before = 0, tiles = 0;
   for (int64_t expert = 0; expert < p.num_experts; ++expert) {
     const int64_t size = std::clamp<int64_t>(id_at(p.sizes, p.sizes_kind, expert), 0, p.num_rows);
@@ -54,7 +56,8 @@ void tables_of_height(const pmo_grouped_tables_params& p, int32_t tile_rows, int
 int tables(const pmo_grouped_tables_params& p) {
   if (const int status = check_grouped_tables(p)) return status;
   tables_of_height(p, p.tile_rows, p.tables);
-  if (p.other_tile_rows > 0) tables_of_height(p, p.other_tile_rows, p.tables + 3 * p.num_experts + p.num_chunks + 6);
+  const GroupedLayout layout = {p.num_experts, p.num_chunks};
+  if (p.other_tile_rows > 0) tables_of_height(p, p.other_tile_rows, p.tables + layout.size());
   return PMO_OK;
 }
 

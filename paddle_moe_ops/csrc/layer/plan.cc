@@ -12,7 +12,6 @@ namespace pmo {
 namespace layer {
 namespace {
 
-constexpr int64_t kItemBytes = 2;
 constexpr int64_t kColumnStep = 256;  // column chunks are multiples of it, unless tiles of 192 columns fit better
 
 // ---- kernel of a plain GEMM
@@ -42,8 +41,6 @@ struct GatherLimits {
 constexpr GatherLimits kForwardLimits = {1536, 680}, kBackwardLimits = {1024, 500}, kBackwardLimitsWithFastMemory = {768, 500};
 // Gathering slows wgrad by about a seventh, and its time grows with the columns of the other operand.
 constexpr int64_t kMaxColumnsOfGatheringWgrad = 1536;
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t mean_rows(const pmo_layer_facts& f) { return f.num_rows / f.num_experts; }
 
@@ -84,7 +81,7 @@ bool gathers(const pmo_layer_facts& f, int64_t chunks) {
 bool has_fast_memory(const pmo_layer_facts& f) { return f.memory_gbps >= kFastGbpsPerSm * f.num_sms; }
 
 int32_t tile_columns(int64_t inner, int64_t columns) {
-  const int64_t wasted = divide_up(columns, PMO_GROUPED_WIDE_COLUMNS) * PMO_GROUPED_WIDE_COLUMNS - columns;
+  const int64_t wasted = round_up(columns, PMO_GROUPED_WIDE_COLUMNS) - columns;
   const bool is_wide = wasted == 0 || (wasted <= columns / 16 && inner <= kMaxInnerWithWaste);
   return is_wide ? PMO_GROUPED_WIDE_COLUMNS : PMO_GROUPED_TILE_COLUMNS;
 }
@@ -100,8 +97,8 @@ int32_t plain_tile_rows(const pmo_layer_facts& f, int64_t inner, int64_t columns
   return inner <= most ? PMO_GROUPED_TILE_ROWS : PMO_GROUPED_TURNED_ROWS;
 }
 
-int64_t schedule_size(int64_t num_experts, int64_t num_chunks, int64_t num_heights) {
-  return num_heights * (3 * num_experts + num_chunks + 6);
+GroupedLayout layout_of(const pmo_layer_facts& f, const pmo_layer_plan& plan) {
+  return {f.num_experts, plan.num_chunks > 1 ? plan.num_chunks : 0};
 }
 
 pmo_layer_plan plan_of(const pmo_layer_facts& f) {
@@ -124,7 +121,7 @@ pmo_layer_plan plan_of(const pmo_layer_facts& f) {
   plan.gathers_x = has_tokens && (plan.gathers || 2 * f.inner <= kMaxColumnsOfGatheringWgrad);
   plan.sum_tile_rows = plain_tile_rows(f, is_backward ? 2 * f.inner : f.inner, plan.chunk_columns);
   const int64_t heights = plan.sum_tile_rows == PMO_GROUPED_TURNED_ROWS ? 1 : 2;
-  plan.tables_size = schedule_size(f.num_experts, plan.num_chunks > 1 ? plan.num_chunks : 0, heights);
+  plan.tables_size = heights * layout_of(f, plan).size();
   const int64_t rows_bytes = f.num_rows * kItemBytes;
   plan.bytes = aligned_bytes(plan.buffer_bytes) + aligned_bytes(4 * plan.tables_size) + aligned_bytes(rows_bytes * f.inner);
   if (is_backward && !f.keeps_hidden) plan.bytes += aligned_bytes(rows_bytes * 2 * f.inner);

@@ -4,6 +4,8 @@
 // Heuristics of a layer of experts: chunks, gather or permute, kernel and tile of each GEMM. Pure functions of sizes and GPU facts.
 #pragma once
 
+#include "common/arithmetic.h"
+#include "common/grouped_layout.h"
 #include "pmo/layer.h"
 
 namespace pmo {
@@ -12,7 +14,9 @@ namespace layer {
 // Alignment of the arrays in a pass's workspace.
 constexpr int64_t kArrayAlignment = 256;
 
-inline int64_t aligned_bytes(int64_t bytes) { return (bytes + kArrayAlignment - 1) / kArrayAlignment * kArrayAlignment; }
+constexpr int64_t kItemBytes = 2;  // of a row's element
+
+inline int64_t aligned_bytes(int64_t bytes) { return round_up(bytes, kArrayAlignment); }
 
 // True if memory bandwidth per SM is high: it is on an H200, not on an H100.
 bool has_fast_memory(const pmo_layer_facts& facts);
@@ -24,8 +28,8 @@ int32_t plain_tile_rows(const pmo_layer_facts& facts, int64_t inner, int64_t col
 // Tile columns of the ping-pong kernel: PMO_GROUPED_WIDE_COLUMNS or PMO_GROUPED_TILE_COLUMNS.
 int32_t tile_columns(int64_t inner, int64_t columns);
 
-// int32 entries of the schedules of `num_heights` tile heights with `num_chunks` row chunks each.
-int64_t schedule_size(int64_t num_experts, int64_t num_chunks, int64_t num_heights);
+// Layout of the tile schedules of a plan.
+GroupedLayout layout_of(const pmo_layer_facts& facts, const pmo_layer_plan& plan);
 
 pmo_layer_plan plan_of(const pmo_layer_facts& facts);
 

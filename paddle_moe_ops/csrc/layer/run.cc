@@ -14,7 +14,6 @@ namespace pmo {
 namespace layer {
 namespace {
 
-constexpr int64_t kItemBytes = 2;
 constexpr int64_t kAllRows = -1;
 
 char* at(const void* array, int64_t elements) {
@@ -40,6 +39,7 @@ class Pass {
       : p_(params),
         f_(facts),
         plan_(plan_of(facts)),
+        layout_(layout_of(facts, plan_)),
         kernels_(kernels),
         stream_(stream),
         free_(static_cast<char*>(params.workspace)) {
@@ -81,14 +81,12 @@ class Pass {
 
   // ---- tile schedules
 
-  int64_t scheduled_chunks() const { return plan_.num_chunks > 1 ? plan_.num_chunks : 0; }
-
   int compute_tables() {
     pmo_grouped_tables_params t = {};
     t.struct_size = sizeof t;
     t.num_rows = f_.num_rows;
     t.num_experts = f_.num_experts;
-    t.num_chunks = scheduled_chunks();
+    t.num_chunks = layout_.num_chunks;
     t.chunk_rows = plan_.chunk_rows;
     t.sizes = p_.sizes;
     t.offsets = p_.offsets;
@@ -100,11 +98,9 @@ class Pass {
     return kernels_.tables(&t, stream_);
   }
 
-  int32_t* tables_for(int32_t tile_rows) const {
-    return tables_ + (tile_rows == PMO_GROUPED_TURNED_ROWS ? 0 : schedule_size(f_.num_experts, scheduled_chunks(), 1));
-  }
+  int32_t* tables_for(int32_t tile_rows) const { return tables_ + (tile_rows == PMO_GROUPED_TURNED_ROWS ? 0 : layout_.size()); }
 
-  const int32_t* rows_end() const { return tables_ + 2 * f_.num_experts - 1; }  // end of the last expert's rows
+  const int32_t* rows_end() const { return tables_ + layout_.stop() + f_.num_experts - 1; }  // end of the last expert's rows
 
   // ---- token rows
 
@@ -134,7 +130,7 @@ class Pass {
   template <typename Function>
   int each_chunk(const Rows& tokens, const Function& function) {
     if (plan_.gathers) return function(tokens, kAllRows);
-    const int64_t chunks = scheduled_chunks();
+    const int64_t chunks = layout_.num_chunks;
     for (int64_t chunk = 0; chunk < std::max<int64_t>(chunks, 1); ++chunk) {
       const int64_t first = chunk * plan_.chunk_rows;
       const int64_t end = chunks == 0 ? f_.num_rows : std::min(first + plan_.chunk_rows + PMO_GROUPED_TURNED_ROWS, f_.num_rows);
@@ -159,11 +155,10 @@ class Pass {
   int launch(pmo_grouped_product_params g, const Rows& rows, const void* matrix, int64_t outer, bool transpose,
              const Columns& out, int64_t chunk) {
     int32_t* tables = tables_for(g.tile_rows);
-    const int64_t experts = f_.num_experts;
     g.struct_size = sizeof g;
     g.num_rows = f_.num_rows;
     g.num_sources = rows.count;
-    g.num_experts = experts;
+    g.num_experts = f_.num_experts;
     g.inner = rows.width;
     g.outer = outer;
     g.first_column = out.first;
@@ -174,11 +169,10 @@ class Pass {
     g.x_row_stride = rows.stride;
     g.matrix = matrix;
     g.first = tables;
-    g.stop = tables + experts;
-    g.tiles = tables + 2 * experts;
-    const int32_t* const window = tables + 3 * experts + 1;
-    g.window = window + (chunk == kAllRows ? scheduled_chunks() + 1 : chunk);
-    g.counters = const_cast<int32_t*>(window) + scheduled_chunks() + 3;
+    g.stop = tables + layout_.stop();
+    g.tiles = tables + layout_.tiles();
+    g.window = tables + (chunk == kAllRows ? layout_.window_of_all_rows() : layout_.window() + chunk);
+    g.counters = tables + layout_.counters();
     g.out = out.data;
     g.dtype = f_.dtype;
     g.transpose = transpose;
@@ -206,14 +200,14 @@ class Pass {
     c.num_experts = f_.num_experts;
     c.row_size = 2 * f_.inner * kItemBytes;
     c.first = tables_;
-    c.stop = tables_ + f_.num_experts;
+    c.stop = tables_ + layout_.stop();
     c.rows = p_.hidden;
     return kernels_.clear(&c, stream_);
   }
 
   // Replaces H by its gradient and A by s A; computes the gradients of the weights.
   int activation_gradients(void* hidden) {
-    const int64_t tiles = (f_.inner + PMO_GROUPED_TILE_COLUMNS - 1) / PMO_GROUPED_TILE_COLUMNS;
+    const int64_t tiles = divide_up(f_.inner, PMO_GROUPED_TILE_COLUMNS);
     float* const dots = f_.needs_d_weights ? static_cast<float*>(take(4 * f_.num_rows * tiles)) : nullptr;
     pmo_grouped_product_params g = {};
     g.result = PMO_GROUPED_GRADIENT;
@@ -271,9 +265,9 @@ class Pass {
     o.out_rows = tokens_first ? f_.hidden : rows.width;
     o.out_columns = tokens_first ? rows.width : f_.hidden;
     o.first = tables_;
-    o.stop = tables_ + f_.num_experts;
+    o.stop = tables_ + layout_.stop();
     o.out = out;
-    o.counters = tables_ + 3 * f_.num_experts + 1 + scheduled_chunks() + 3;
+    o.counters = tables_ + layout_.counters();
     o.dtype = f_.dtype;
     const auto multiply = [&](const Rows& of_tokens, int64_t first) {
       const Rows &p = tokens_first ? of_tokens : rows, &q = tokens_first ? rows : of_tokens;
@@ -305,6 +299,7 @@ class Pass {
   const pmo_layer_params& p_;
   const pmo_layer_facts& f_;
   const pmo_layer_plan plan_;
+  const GroupedLayout layout_;
   const pmo_layer_kernels& kernels_;
   void* const stream_;
   char* free_;  // the rest of the workspace

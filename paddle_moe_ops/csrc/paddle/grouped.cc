@@ -82,7 +82,7 @@ int32_t* Grouped::table(int64_t place) const {
       p.offsets = offsets_.data();
       p.offsets_kind = index_kind(offsets_, function_, "offsets");
     }
-    tables_ = target_.empty_int32({3 * experts_ + 6});
+    tables_ = target_.empty_int32({layout().size()});
     p.tables = tables_.data<int32_t>();
     p.tile_rows = tile_rows_;
     check_status(PMO_CALL(target_, grouped_tables, &p), function_);
@@ -155,10 +155,10 @@ paddle::Tensor Grouped::wgrad(const paddle::Tensor& p, const paddle::Tensor& q, 
     params.p = rows_of_p.data;
     params.q = rows_of_q.data;
     params.first = table(0);
-    params.stop = table(experts_);
+    params.stop = table(layout().stop());
     params.out = out.data();
     params.dtype = dtype_of(out, function_, "the matrices");
-    params.counters = table(3 * experts_ + 4);
+    params.counters = table(layout().counters());
     check_status(pmo_grouped_outer_cuda(&params, target_.stream()), function_);
     return out;
   }
@@ -222,10 +222,10 @@ void Grouped::set_tables(Params* params) const {
   params->num_rows = params->num_sources = params->window_rows = num_rows_;
   params->num_experts = experts_;
   params->first = table(0);
-  params->stop = table(experts_);
-  params->tiles = table(2 * experts_);
-  params->window = table(3 * experts_ + 2);
-  params->counters = table(3 * experts_ + 4);
+  params->stop = table(layout().stop());
+  params->tiles = table(layout().tiles());
+  params->window = table(layout().window_of_all_rows());
+  params->counters = table(layout().counters());
 }
 
 const std::vector<int32_t>& Grouped::on_host() const {

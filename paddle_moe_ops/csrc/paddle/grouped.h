@@ -9,6 +9,7 @@
 // to the host, a synchronisation.
 #pragma once
 
+#include "common/grouped_layout.h"
 #include "paddle/binding.h"
 #include "pmo/grouped.h"
 #include "pmo/grouped_float8.h"
@@ -71,6 +72,7 @@ class Grouped {
   int64_t num_rows() const { return num_rows_; }
 
  private:
+  GroupedLayout layout() const { return {experts_, 0}; }
   int32_t* table(int64_t place) const;
   template <typename Params>
   void set_tables(Params* params) const;

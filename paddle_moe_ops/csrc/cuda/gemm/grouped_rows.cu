@@ -13,6 +13,7 @@
 // * swiglu_backward: d_hidden and weights[r] * act from d_act. A warp per row. Reads 3 n elements of a row, writes 3 n. The dot
 //   product act . d_act is summed lane by lane, then across the warp by halves.
 #include "common/checks.h"
+#include "common/grouped_layout.h"
 #include "common/ids.h"
 #include "cuda/vectors.cuh"
 #include "cuda/warp.cuh"
@@ -56,9 +57,10 @@ __device__ Scanned scan(int64_t value, int64_t* of_warps, Operation operation) {
 __global__ void __launch_bounds__(kThreads) grouped_tables(pmo_grouped_tables_params p) {
   __shared__ int64_t of_warps[kWarps];
   const int64_t tile_rows = blockIdx.x == 0 ? p.tile_rows : p.other_tile_rows;
-  int32_t* const first_rows = p.tables + blockIdx.x * (3 * p.num_experts + p.num_chunks + 6);
-  int32_t *const stop = first_rows + p.num_experts, *const tile_starts = stop + p.num_experts;
-  int32_t* const window = tile_starts + p.num_experts + 1;
+  const GroupedLayout layout = {p.num_experts, p.num_chunks};
+  int32_t* const first_rows = p.tables + blockIdx.x * layout.size();
+  int32_t *const stop = first_rows + layout.stop(), *const tile_starts = first_rows + layout.tiles();
+  int32_t* const window = first_rows + layout.window();
   const auto sum = [](int64_t a, int64_t b) { return a + b; };
   const auto larger = [](int64_t a, int64_t b) { return a > b ? a : b; };
   const auto limited = [&](int64_t number) { return min(max(number, int64_t{0}), p.num_rows); };
