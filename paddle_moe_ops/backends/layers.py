@@ -21,7 +21,6 @@ __all__ = ["LayerOperators", "explain_operator", "layer_by_operator", "runs_by_o
 
 _NAME = "moe_mlp"
 _MULTIPLE = 8  # of d and n, for the library's kernels
-SWAP_AB_ROWS = 160  # tile rows of the swap-AB kernel
 
 
 def runs_by_operator(x: Tensor, down: Matrices, spec: MlpSpec) -> bool:
@@ -74,6 +73,8 @@ def _stacked(given: Matrices, in_graph: bool) -> Tensor:
 
 def explain_operator(x: Tensor, down: Matrices, spec: MlpSpec, wanted: tuple[bool, bool, bool, bool]) -> list[str]:
     """The lines of `explain` on the operator's chunks and kernels, on a GPU with kernels."""
+    from ..triton.hopper_product import TURNED_ROWS
+
     experts = len(down)
     inner = down[0].shape[-1 if spec.transpose else -2]
     keeps = spec.keeps_hidden and any(wanted)
@@ -82,7 +83,7 @@ def explain_operator(x: Tensor, down: Matrices, spec: MlpSpec, wanted: tuple[boo
     lines = ["runs as: the operator moe_mlp of the compiled library"]
     for name, plan in zip(("forward", "backward")[: 1 + any(wanted)], plans, strict=False):
         chunks = plan.row_chunks or "none, GEMMs gather token rows"
-        sums = "swap-AB" if plan.sum_tile_rows == SWAP_AB_ROWS else "ping-pong"
+        sums = "swap-AB" if plan.sum_tile_rows == TURNED_ROWS else "ping-pong"
         columns = -(-x.shape[1] // plan.chunk_columns)
         lines.append(
             f"{name}: workspace {plan.num_bytes / 2**20:.1f} MiB; chunks of rows: {chunks}; "
@@ -97,8 +98,6 @@ class _Choices(NamedTuple):
     row_chunks: int
     chunk_columns: int
     num_bytes: int
-    gathers_x: int
-    gathers_d_out: int
     sum_tile_rows: int
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +15,7 @@ import paddle
 import pytest
 
 from paddle_moe_ops import Float8Matrices, explain, moe_mlp, route, use_backend
-from paddle_moe_ops.backends import OPERATORS, experts
+from paddle_moe_ops.backends import OPERATORS, experts, layers, register_operators
 from paddle_moe_ops.triton.gemm import gather_heuristic
 from tests.ops.interpreting import SHAPE
 from tests.ops.problems import plan_tensors, tensor
@@ -297,3 +298,18 @@ def test_arguments_that_the_layer_does_not_take_are_refused(rng):
         explain("moe_mlp", *operands, kept="x")
     with pytest.raises(ValueError, match=r"^moe_mlp: keep must be one of 'h', 'x', 'h_fp8', but got 'y'$"):
         explain("moe_mlp", *operands, keep="y", **options)
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+def test_the_operator_on_kernels_says_its_chunks_and_kernels(transpose):
+    register_operators()
+    x, down = paddle.zeros([700, 24]), paddle.zeros([1, 24, 16] if transpose else [1, 16, 24])
+    spec = SimpleNamespace(
+        transpose=transpose, plan=SimpleNamespace(num_rows=700), keeps_hidden=True, workspace=1 << 30
+    )
+    first, forward, backward = layers.explain_operator(x, down, spec, (True,) * 4)
+    assert first == "runs as: the operator moe_mlp of the compiled library"
+    gathered = "chunks of rows: none, GEMMs gather token rows; chunks of columns: 1; the GEMM of summed rows: ping-pong"
+    assert re.fullmatch(rf"forward: workspace 0\.1 MiB; {gathered}", forward)
+    assert re.fullmatch(rf"backward: workspace 0\.1 MiB; {gathered}", backward)
+    assert layers.explain_operator(x, down, spec, (False,) * 4) == [first, forward]

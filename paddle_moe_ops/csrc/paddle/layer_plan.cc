@@ -13,7 +13,7 @@ namespace binding {
 namespace {
 
 // layer_plan(T, M, E, d, n, bytes of the chunk buffer, is a backward pass, keeps H, wants gradients of weights) -> row chunks, 0 if
-// the GEMM gathers; columns of a chunk; bytes; whether the wgrads of W1 and W2 gather; tile rows of the GEMM that is summed
+// the GEMM gathers; columns of a chunk; bytes; tile rows of the GEMM that is summed
 PyObject* layer_plan(PyObject* const* objects, Py_ssize_t count) {
   expect(count == 9);
   int64_t numbers[9];
@@ -38,8 +38,8 @@ PyObject* layer_plan(PyObject* const* objects, Py_ssize_t count) {
 #endif
   pmo_layer_plan p;
   check_status(pmo_layer_plan_of(&f, &p), "explain");
-  return Py_BuildValue("LLLiii", static_cast<long long>(p.num_chunks), static_cast<long long>(p.chunk_columns),
-                       static_cast<long long>(p.bytes), p.gathers_x, p.gathers_d_out, p.sum_tile_rows);
+  return Py_BuildValue("LLLi", static_cast<long long>(p.num_chunks), static_cast<long long>(p.chunk_columns),
+                       static_cast<long long>(p.bytes), p.sum_tile_rows);
 }
 
 [[maybe_unused]] const bool is_announced = [] {
