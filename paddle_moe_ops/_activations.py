@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
@@ -15,9 +18,8 @@ try:
 except ImportError:  # Paddle 3.2
     from paddle.incubate.nn.functional import swiglu
 
-__all__ = ["ACTIVATIONS", "activate", "swiglu"]
+__all__ = ["ACTIVATIONS", "FUNCTIONS", "activate", "swiglu"]
 
-ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "swiglu_oai")
 # The constants of gpt_oss's clamped SwiGLU.
 _ALPHA, _LIMIT = 1.702, 7.0
 
@@ -29,13 +31,34 @@ def activate(hidden: Tensor, activation: str) -> Tensor:
         hidden: bfloat16, float16 or float32; computed in float32 and rounded once.
         activation: one of `ACTIVATIONS`.
     """
-    if activation == "swiglu":
-        return in_float32(swiglu, hidden)
+    return FUNCTIONS[activation](hidden)
+
+
+def _composed(function: Callable[[Tensor, Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """An activation of a gate and the columns that it gates, in float32 and rounded once."""
     with without_autocast():
         gate, up = paddle.chunk(float32(hidden), 2, axis=-1)
-        if activation == "swiglu_oai":
-            gate = paddle.clip(gate, max=_LIMIT)
-            made = (paddle.clip(up, -_LIMIT, _LIMIT) + 1.0) * gate * F.sigmoid(_ALPHA * gate)
-        else:
-            made = F.gelu(gate, approximate=activation == "geglu_tanh") * up
-        return to_dtype(made, hidden.dtype)
+        return to_dtype(function(gate, up), hidden.dtype)
+
+
+def _geglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate) * up
+
+
+def _geglu_tanh(gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate, approximate=True) * up
+
+
+def _swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:
+    gate = paddle.clip(gate, max=_LIMIT)
+    return (paddle.clip(up, -_LIMIT, _LIMIT) + 1.0) * gate * F.sigmoid(_ALPHA * gate)
+
+
+# `activate` of each activation, by its name.
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": functools.partial(in_float32, swiglu),
+    "geglu": functools.partial(_composed, _geglu),
+    "geglu_tanh": functools.partial(_composed, _geglu_tanh),
+    "swiglu_oai": functools.partial(_composed, _swiglu_oai),
+}
+ACTIVATIONS = tuple(FUNCTIONS)

@@ -145,6 +145,7 @@ class GemmSpec(NamedTuple):
     transpose: bool
     plan: Any  # maps rows to tokens if the operand contains tokens, otherwise None
     validation: Validation  # whether to check sizes and offsets that are tensors, for backends that need not
+    is_checked: bool = False  # whether sizes and offsets are numbers that are known to fit the rows
 
 
 class MlpSpec(NamedTuple):

@@ -41,6 +41,12 @@ class MatmulBackend(LayerOperators):
     operators = frozenset({"grouped_gemm"})
     dtypes: ClassVar[dict[str, Any]] = {}
 
+    def unavailable(self) -> str | None:
+        return None
+
+    def cannot_run_on(self, tensor: Tensor) -> str | None:
+        return None
+
     def explain_moe_mlp(self, *call: Any) -> list[str]:
         return ["products: the library's kernels or Paddle's matmul, by the table in docs/backends.md"]
 
@@ -67,8 +73,10 @@ class MatmulBackend(LayerOperators):
 
 def _by_operator(x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | None, spec: GemmSpec) -> Tensor:
     """Grouped GEMM with stacked matrices by the operator; bias and weights are applied group by group."""
-    _check_groups(x, spec)
-    sizes, offsets = (None if each is None else _on_device(each, x) for each in (spec.m_sizes, spec.expert_offsets))
+    if not spec.is_checked:
+        _check_groups(x, spec)
+    sizes = _on_device(spec.m_sizes, x)
+    offsets = None if spec.expert_offsets is None else _on_device(spec.expert_offsets, x)
     operands = (x, w) if x.dtype == w.dtype else (float32(x), float32(w))
     is_whole = weights is None and bias is None
     rows = compiled.grouped_product(*operands, sizes, offsets, spec.transpose, wide=not is_whole)

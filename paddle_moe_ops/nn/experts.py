@@ -14,10 +14,10 @@ from paddle import Tensor, nn
 from paddle.jit import not_to_static
 
 from .. import _checks
-from .._activations import ACTIVATIONS, activate, swiglu
+from .._activations import ACTIVATIONS, FUNCTIONS, activate, swiglu
 from .._graphs import GraphValue, in_float32, is_graph_value, of_shape, public, ready_for_matmul
 from .._quick import quick_moe_mlp
-from ..backends import Float8Matrices, GemmSpec, accumulated
+from ..backends import Float8Matrices, GemmSpec, accumulated, resolve
 from ..backends.experts import holds_others, is_default
 from ..expert_parallel.parameters import copy_marks, sharded_state_of_experts
 from ..gemm import multiplied
@@ -334,13 +334,16 @@ def _by_counts(
     padding_alignment: int,
 ) -> Tensor:
     """Each expert on its segment of rows; the sizes are E, H and I."""
-    (alignment,) = sizes(_NAME, padding_alignment=padding_alignment)
+    alignment = _checks.integer(_NAME, "padding_alignment", padding_alignment, 1)
     gate_up, down, first_bias, second_bias = _of_shapes(experts, *sizes_of)
     _checks.operand(_NAME, "rows", rows, gate_up, ["N", gate_up.shape[1]])
     counts, offsets = _groups(counts, gate_up.shape[0], rows, alignment)
-    groups = GemmSpec(counts, offsets, False, None, _checks.validation(_NAME, None, rows))
-    hidden = activate(multiplied(rows, gate_up, None, first_bias, groups), activation)
-    return multiplied(hidden, down, None, second_bias, groups)
+    is_checked = isinstance(counts, list)
+    groups = GemmSpec(counts, offsets, False, None, _checks.validation(_NAME, None, rows), is_checked)
+    # Under mixed precision each GEMM casts its operands, which may change the backend.
+    product = multiplied if paddle.amp.is_autocast_enabled() else resolve("grouped_gemm", rows).grouped_gemm
+    hidden = FUNCTIONS[activation](product(rows, gate_up, None, first_bias, groups))
+    return product(hidden, down, None, second_bias, groups)
 
 
 @public("x", "experts", "probs")
@@ -464,9 +467,15 @@ def _groups(counts: Any, num_experts: int, rows: Tensor, alignment: int) -> tupl
         _checks.bad_value(name, "tokens_per_expert or plan", "given", "neither")
     elif isinstance(counts, Plan):
         _checks.bad_type(name, argument, expected, "a Plan, which must be passed by keyword, as plan")
-    counts = _checks.listed(name, argument, counts, expected)
-    numbers = [_checks.integer(name, f"{argument}[{i}]", count, 0) for i, count in enumerate(counts)]
-    segments = [-(-number // alignment) * alignment for number in numbers]
+    else:
+        counts = _checks.listed(name, argument, counts, expected)
+    numbers = []
+    for i, count in enumerate(counts):
+        plain = type(count) is int and 0 <= count < 2**31
+        numbers.append(count if plain else _checks.integer(name, f"{argument}[{i}]", count, 0))
+    segments = numbers
+    if alignment > 1:
+        segments = [-(-number // alignment) * alignment for number in numbers]
     num_rows = rows.shape[0]
     if len(numbers) != num_experts or num_rows not in (-1, sum(segments)):
         expected = f"{num_experts} counts whose segments have {num_rows} rows in all"
