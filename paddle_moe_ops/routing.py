@@ -240,13 +240,7 @@ def route(
     spec = RouteSpec(
         num_experts, topk if is_mask else -1, padding_alignment, counts, buffer_size, duplicates, validation
     )
-    try:
-        return planned(routing, probs, counts_tensor, capacity, spec)
-    except ValueError as error:
-        is_of_data = str(error).startswith(f"{name}: ")
-        if is_of_data and not is_mask and columns == num_experts and _holds_zeros_and_ones(routing):
-            raise ValueError(f"{error}; a mask [num_tokens, num_experts] must be of dtype bool") from None
-        raise
+    return planned(routing, probs, counts_tensor, capacity, spec)
 
 
 def planned(
@@ -254,11 +248,17 @@ def planned(
 ) -> Plan:
     """`route` of checked arguments; ``counts`` are those that a tensor holds."""
     backend = resolve("route", routing)
-    if capacity is None:
-        maps = backend.route(routing, probs, counts, spec)
-    else:
-        maps = _route_up_to(backend, capacity, routing, probs, counts, spec)
     num_tokens, columns = routing.shape
+    try:
+        if capacity is None:
+            maps = backend.route(routing, probs, counts, spec)
+        else:
+            maps = _route_up_to(backend, capacity, routing, probs, counts, spec)
+    except ValueError as error:
+        is_of_ids = str(error).startswith("route: ") and spec.topk < 0
+        if is_of_ids and columns == spec.num_experts and _holds_zeros_and_ones(routing):
+            raise ValueError(f"{error}; a mask [num_tokens, num_experts] must be of dtype bool") from None
+        raise
     sizes = num_tokens, columns if spec.topk < 0 else spec.topk, spec.num_experts, spec.padding_alignment
     return plan_of(maps, *sizes, has_probs=probs is not None)
 

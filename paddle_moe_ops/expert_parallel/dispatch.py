@@ -15,11 +15,11 @@ from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from .._graphs import GraphValue, beside, context_manager, public
-from ..backends import resolve
+from ..backends import RouteSpec, resolve
 from ..backends.autograd import wants_gradient
 from ..backends.base import Validation
 from ..functional import permute
-from ..routing import Plan, route
+from ..routing import Plan, planned, route, row_probs
 from .agreement import Kind, LayerCall, Mode, Step, agree, combine_step, group_of, number_of_layer
 from .alltoall import (
     Chunks,
@@ -34,7 +34,7 @@ from .alltoall import (
 )
 from .deep_ep import DeepEP
 from .peer import Peers
-from .plans import chunks_of, equal_parts, kept_ids, local_ids_of, plan_of_ranks, trimmed, weights_by_row
+from .plans import chunks_of, equal_parts, kept_ids, local_ids_of, plan_of_ranks, trimmed
 from .rendezvous import DEFAULT_TIMEOUT_S
 from .symmetric_memory import buffers_of
 
@@ -77,7 +77,7 @@ class _WayBack:
     counts: Counts  # of the rows, or tokens, to send back
     chunks: Chunks | None
     plan: Plan  # of the rows, or parts, that return to this rank's tokens
-    weights: Tensor | None  # by row of the plan
+    weights: Tensor | None  # by row of the plan, a copy: the caller may overwrite the originals
     call: LayerCall
 
 
@@ -175,7 +175,7 @@ class ExpertParallel:
         timeout: float,
     ) -> None:
         self.group = group
-        self.num_experts = _checks.integer(_NAME, "num_experts", num_experts, 1)
+        self.num_experts = _checks.integer(_NAME, "num_experts", num_experts, 1, _checks.MAX_EXPERTS)
         self.tokens_per_rank, self.timeout = check_travel(
             _NAME,
             tokens_per_rank=tokens_per_rank,
@@ -368,7 +368,7 @@ def _dispatch(
         return _received_tokens(x, probs, to_ranks, tokens, ep, step, common)
     chunks = chunks_of(of_experts, like=x)
     made = rows_of_tokens(x, plan, to_ranks, tokens, local, chunks, rows, step)
-    back = _WayBack(rows, chunks, plan, weights_by_row(probs, plan), step.call)
+    back = _WayBack(rows, chunks, plan, row_probs(probs, plan), step.call)
     return Received(rows=made, tokens=None, probs=None, _way_back=back, **common)
 
 
@@ -383,17 +383,16 @@ def _check_arguments(x: Tensor, ids: Tensor, probs: Tensor) -> None:
 
 
 def _plan(ids: Tensor, probs: Tensor, ep: ExpertParallel, capacity: int | None, validate: bool | None) -> Plan:
-    """Return the plan of this rank's tokens over all experts."""
+    """Return the plan of this rank's tokens over all experts; ids and probs are checked."""
     slots = ids.shape[0] * ids.shape[1]
+    to_check = probs.detach() if validate is True else None
     with _checks.renaming("route", _DISPATCH, routing="ids"):
-        return route(
-            ids,
-            probs.detach() if validate is True else None,  # only to check them
-            num_experts=ep.num_experts,
-            buffer_size=slots,
-            capacity=capacity,
-            validate=validate,
-        )
+        if capacity is not None or not 0 < slots < 2**31:
+            options: dict[str, Any] = {"buffer_size": slots, "capacity": capacity, "validate": validate}
+            return route(ids, to_check, num_experts=ep.num_experts, **options)
+        validation = _checks.validation("route", validate, ids)
+        spec = RouteSpec(ep.num_experts, -1, 1, None, slots, "first", validation)
+        return planned(ids, to_check, None, None, spec)
 
 
 def _dispatch_equal_parts(
@@ -453,7 +452,7 @@ def _dispatch_to_peers(
         tokens_per_expert=made.plan.tokens_per_expert,
         routed_per_expert=plan.routed_per_expert,
         dropped_slots=made.dropped if capacity is None else plan.overflow + made.dropped,
-        _way_back=_WayBackToPeers(peers, made.trip, made.plan.num_rows, plan, weights_by_row(probs, plan)),
+        _way_back=_WayBackToPeers(peers, made.trip, made.plan.num_rows, plan, row_probs(probs, plan)),
     )
 
 

@@ -24,7 +24,6 @@ __all__ = [
     "local_plan",
     "plan_of_ranks",
     "trimmed",
-    "weights_by_row",
 ]
 
 HEADER = 64  # PMO_RECORDS_HEADER
@@ -198,11 +197,6 @@ def chunks_of(of_experts: list[list[int]], like: Tensor) -> Chunks:
     order = [expert * size + rank for rank in range(size) for expert in range(experts)]
     made = (paddle.to_tensor(each, dtype="int32", place=like.place) for each in (sizes, order))
     return Chunks(*made)
-
-
-def weights_by_row(probs: Tensor, plan: Plan) -> Tensor:
-    """Return probabilities by row for `combine`: a copy, so the caller may overwrite the originals before that."""
-    return resolve("unpermute", probs).slots_to_rows(probs, plan)
 
 
 def kept_ids(ids: Tensor, plan: Plan) -> Tensor:
