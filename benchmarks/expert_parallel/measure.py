@@ -16,7 +16,7 @@ import paddle
 from benchmarks.spread import time_fields
 from paddle_moe_ops import moe_mlp, permute, route, sort_chunks
 from paddle_moe_ops.backends.arrays import to_tensor
-from paddle_moe_ops.expert_parallel import ExpertParallel, symmetric_memory
+from paddle_moe_ops.expert_parallel import ExpertParallel, symmetric_buffers
 from paddle_moe_ops.expert_parallel.symmetric_memory import BufferShape, allocate, granularity
 
 from .streams import stream_of
@@ -235,6 +235,6 @@ def measure_shares(name: str, tokens: int, samples: int, fetched: list[int]) -> 
     ep = ExpertParallel(rank.shape.experts, rank.group, combine="reduced", tokens_per_rank=tokens, transport="peer")
     rank.copies()
     for rows in fetched:
-        with paddle.no_grad(), mock.patch.multiple(symmetric_memory, FETCHED_COPIES=rows, FETCHED_SUMS=rows):
+        with paddle.no_grad(), mock.patch.multiple(symmetric_buffers, FETCHED_COPIES=rows, FETCHED_SUMS=rows):
             rank.exchanges(ep, fetched=rows)
     return rank.found

@@ -13,7 +13,7 @@ from unittest import mock
 import paddle
 
 from paddle_moe_ops import moe_mlp
-from paddle_moe_ops.expert_parallel import ExpertParallel, peer, rendezvous, symmetric_memory
+from paddle_moe_ops.expert_parallel import ExpertParallel, peer, symmetric_buffers
 
 from .measure import Rank
 
@@ -83,7 +83,7 @@ class _Recorder:
 def _watched(recorder: _Recorder) -> Iterator[None]:
     """Have a recorder mark the steps of exchanges, and their waits for routing."""
     with contextlib.ExitStack() as patches:
-        for module in (peer, rendezvous, symmetric_memory):
+        for module in (peer, symmetric_buffers):
             patches.enter_context(mock.patch.object(module, "direct", recorder.watching(module.direct)))
         yield
 

@@ -134,24 +134,6 @@ def raise_for_others(function: str, ranks: Sequence[int], raised: Sequence[int])
         raise RuntimeError(f"{function}: ranks {raised} of {ranks} raised an error in this call, which says more")
 
 
-class Kind(enum.IntEnum):
-    """A pass of a call."""
-
-    DISPATCH = 0
-    COMBINE = 1
-    COMBINE_BACKWARD = 2
-    DISPATCH_BACKWARD = 3
-
-    @property
-    def text(self) -> str:
-        return ("dispatch", "combine", "the backward pass of combine", "the backward pass of dispatch")[self]
-
-    @property
-    def gradient(self) -> Mode:
-        """The flag in a forward pass for a rank that runs this backward pass."""
-        return Mode.COMBINE_BACKWARD if self == Kind.COMBINE_BACKWARD else Mode.DISPATCH_BACKWARD
-
-
 class Mode(enum.IntFlag):
     """Facts about the call of a rank that may differ between ranks."""
 
@@ -159,6 +141,29 @@ class Mode(enum.IntFlag):
     DISPATCH_BACKWARD = 1  # it runs the backward pass of dispatch
     COMBINE_BACKWARD = 2  # it runs the backward pass of combine; in dispatch: it may run it
     RAISED = 4  # its arguments are bad
+
+
+class Kind(enum.IntEnum):
+    """A pass of a call.
+
+    Attributes:
+        text: the name in messages.
+        gradient: of a backward pass, the flag in the forward pass of a rank that runs it.
+    """
+
+    text: str
+    gradient: Mode
+
+    DISPATCH = 0, "dispatch", Mode.NONE
+    COMBINE = 1, "combine", Mode.NONE
+    COMBINE_BACKWARD = 2, "the backward pass of combine", Mode.COMBINE_BACKWARD
+    DISPATCH_BACKWARD = 3, "the backward pass of dispatch", Mode.DISPATCH_BACKWARD
+
+    def __new__(cls, value: int, text: str = "", gradient: Mode = Mode.NONE) -> Kind:
+        """Return the member of a number."""
+        made = int.__new__(cls, value)
+        made._value_, made.text, made.gradient = value, text, gradient
+        return made
 
 
 _RAISED = int(Mode.RAISED)
@@ -226,7 +231,7 @@ class LayerCall(NamedTuple):
     topk: int
     dtype: int
     copies: bool
-    modes: dict[Kind, list[Mode]]
+    modes: dict[Kind, list[int]]
     unread: list[tuple[Step, Tensor]] | None
 
 
@@ -269,8 +274,12 @@ class Step:
             ValueError: d, K or the dtype differ.
             RuntimeError: ranks are in different calls, or others raised.
         """
-        check_calls(told, self.call.ranks)
-        self.call.modes[self.kind] = [Mode(words[-1]) for words in told]
+        modes = []
+        for words in told:
+            if words[:-1] != told[0][:-1] or words[-1] & _RAISED:
+                check_calls(told, self.call.ranks)
+            modes.append(words[-1])
+        self.call.modes[self.kind] = modes
         self.is_checked = True
 
     def check_codes(self, told: Sequence[int]) -> None:
@@ -287,19 +296,6 @@ class Step:
                 places.append((kind, *divmod(rest, _COPIES), number))
             _raise_for_places(places, self.call.ranks)
 
-    def check_modes(self) -> None:
-        """Check that all ranks run this backward pass, as far as the host knows.
-
-        Raises:
-            RuntimeError: some ranks do not.
-        """
-        is_combine = self.kind == Kind.COMBINE_BACKWARD
-        forward = Kind.COMBINE if is_combine and Kind.COMBINE in self.call.modes else Kind.DISPATCH
-        modes, runs = self.call.modes.get(forward, []), int(self.kind.gradient)
-        for mode in modes:
-            if not mode & runs:
-                raise_for_modes(self.kind, modes, self.words(), self.call.ranks)
-
 
 def backward_step(call: LayerCall, kind: Kind) -> Step:
     """Return the step of a backward pass.
@@ -308,7 +304,12 @@ def backward_step(call: LayerCall, kind: Kind) -> Step:
         RuntimeError: some ranks do not run it, as far as the host knows.
     """
     step = Step(call, kind)
-    step.check_modes()
+    is_combine = kind == Kind.COMBINE_BACKWARD
+    forward = Kind.COMBINE if is_combine and Kind.COMBINE in call.modes else Kind.DISPATCH
+    modes, runs = call.modes.get(forward, ()), int(kind.gradient)
+    for mode in modes:
+        if not mode & runs:
+            raise_for_modes(kind, modes, step.words(), call.ranks)
     return step
 
 
@@ -325,11 +326,6 @@ def check_calls(told: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
         ValueError: d, K or the dtype differ.
         RuntimeError: ranks are in different calls, or others raised.
     """
-    for words in told:
-        if words[:-1] != told[0][:-1] or words[-1] & _RAISED:
-            break
-    else:
-        return
     raised = [rank for rank, words in zip(ranks, told, strict=True) if words[-1] & Mode.RAISED]
     raise_for_others(_DISPATCH, ranks, raised)
     if len({tuple(words[:4]) for words in told}) > 1:

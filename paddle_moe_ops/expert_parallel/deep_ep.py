@@ -22,7 +22,7 @@ from ..backends.base import Tensors
 from ..routing import Plan
 from .agreement import Step
 from .plans import local_plan
-from .symmetric_memory import buffers_of
+from .symmetric_buffers import buffers_of
 
 __all__ = ["DeepEP"]
 

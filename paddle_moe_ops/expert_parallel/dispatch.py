@@ -36,7 +36,7 @@ from .deep_ep import DeepEP
 from .peer import Peers
 from .plans import chunks_of, equal_parts, kept_ids, local_ids_of, plan_of_ranks, trimmed
 from .rendezvous import DEFAULT_TIMEOUT_S
-from .symmetric_memory import buffers_of
+from .symmetric_buffers import buffers_of
 
 __all__ = ["ExpertParallel", "Received", "parallel_of_agreed", "telling_of_errors"]
 

@@ -20,15 +20,14 @@ from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from .._graphs import filled
-from ..backends import direct
+from ..backends import direct, resolve
 from ..backends.autograd import Call, Gradients, connect, first_order_only, linear
 from ..backends.base import Tensors
-from ..functional import permute, unpermute
 from ..routing import Plan, plan_of
 from .agreement import Kind, LayerCall, Step, backward_step, combine_step
 from .plans import HEADER
-from .rendezvous import Barrier
-from .symmetric_memory import BufferShape, GroupBuffers, OwnRows, RowBuffer, allocate, granularity
+from .symmetric_buffers import Barrier, GroupBuffers, OwnRows, RowBuffer
+from .symmetric_memory import BufferShape, allocate, granularity
 
 __all__ = ["Peers"]
 
@@ -107,6 +106,8 @@ class TokenChannel:
         scale_columns: columns of a token's scales from `quantize_1x128`; 0 without float8.
         state: of the barrier.
         wait: see `Barrier.wait`; within the timeout.
+        next: see `Barrier.next`.
+        rows: the buffers for the rows of these tokens, once a call has sent rows.
     """
 
     def __init__(
@@ -148,9 +149,12 @@ class TokenChannel:
                 BufferShape(rows * width, ranks * rows, width, paddle.float8_e4m3fn),
                 BufferShape(scales, ranks, scales, paddle.uint8),
             ]
-        self._pairs = _pairs(group, like, shapes)
-        for arrived, *_ in self._pairs:
+        self._slots: list[TokenSlot] = []
+        for arrived, peers, *beside_rows in _pairs(group, like, shapes):
+            self._slots.append(TokenSlot(self.row_buffer(arrived, peers), *beside_rows))
             barrier.lend(arrived)
+        self.next = barrier.next
+        self.rows: RowChannel | None = None
 
     def meet(self, step: Step) -> None:
         """Wait on the host for all ranks, before they allocate buffers together."""
@@ -175,14 +179,10 @@ class TokenChannel:
 
     def slot(self) -> TokenSlot:
         """Return the buffers of the next exchange."""
-        arrived, peers, *beside = self._pairs[self._barrier.next()]
-        return TokenSlot(self._rows(arrived, peers), *beside)
+        return self._slots[self.next()]
 
-    def row_slot(self, pairs: Sequence[Sequence[Tensor]]) -> RowBuffer:
-        """Return the next exchange's buffer for rows, from two pairs of views."""
-        return self._rows(*pairs[self._barrier.next()])
-
-    def _rows(self, arrived: Tensor, peers: Tensor) -> RowBuffer:
+    def row_buffer(self, arrived: Tensor, peers: Tensor) -> RowBuffer:
+        """Return a buffer for rows of its two views."""
         return RowBuffer(arrived, peers, self.group.nranks, self.group.rank, self.state)
 
 
@@ -194,12 +194,12 @@ class RowChannel:
         width, rows = like.shape[1], tokens.rows_per_rank * tokens.topk
         region_bytes = rows * width * like.element_size()
         shape = BufferShape(region_bytes, tokens.group.nranks * rows, width, like.dtype)
-        self._tokens, self._pairs = tokens, _pairs(tokens.group, like, [shape])
-        self.wait = tokens.wait
+        self._buffers = [tokens.row_buffer(*views) for views in _pairs(tokens.group, like, [shape])]
+        self.wait, self._next = tokens.wait, tokens.next  # a reference to `tokens` would be a cycle
 
     def buffer(self) -> RowBuffer:
         """Return the buffer of the next exchange; row r * K + k belongs to slot k of the token in row r."""
-        return self._tokens.row_slot(self._pairs)
+        return self._buffers[self._next()]
 
 
 class ArrivedTokens(NamedTuple):
@@ -258,21 +258,21 @@ class _RowTrip(NamedTuple):
     local_to_buffer: Tensor  # int32 [N, 1]
     calls: Tensor  # of all ranks in dispatch
 
-    def to_owners(self, rows: Tensor, step: Step, forward_calls: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Send local rows to the owners of their tokens. Returns received rows, and the calls of all ranks."""
-        return self._moved(rows, self.local_to_buffer, self.own_to_buffer, step, forward_calls)
-
-    def to_experts(self, rows: Tensor, step: Step, forward_calls: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Send rows of the owner's plan to the ranks of their experts. Returns received rows and calls."""
-        return self._moved(rows, self.own_to_buffer, self.local_to_buffer, step, forward_calls)
-
-    def _moved(
-        self, rows: Tensor, places: Tensor, from_there: Tensor, step: Step, forward_calls: Tensor | None
+    def exchanged(
+        self, rows: Tensor, step: Step, forward_calls: Tensor | None = None, *, to_owners: bool
     ) -> tuple[Tensor, Tensor]:
+        """Send local rows to the owners of their tokens, or rows of the owner's plan to the ranks of their experts.
+
+        Returns:
+            the received rows, and the calls of all ranks.
+        """
+        sent, received = self.own_to_buffer, self.local_to_buffer
+        if to_owners:
+            sent, received = received, sent
         buffer = self.channel.buffer()
-        buffer.send(rows, places, OwnRows.TO_BUFFER)
+        buffer.send(rows, sent, OwnRows.TO_BUFFER)
         calls = self.channel.wait(step, forward_calls)
-        return buffer.receive(from_there, own=buffer.arrived), calls
+        return buffer.receive(received, own=buffer.arrived), calls
 
 
 def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, step: Step, stay: bool) -> ArrivedTokens:
@@ -393,14 +393,15 @@ class Peers:
             channel = self._tokens(x, ids, step)
             sent = _sent(x, ids, probs, channel, step, stay=True)
             local = sent.plan
-            rows = permute(sent.tokens, local)[0]
+            rows = resolve("permute", x).permute(sent.tokens, None, local, "all")[0]
             found.append(ArrivedRows(rows, local, sent.dropped, self._row_trip(x, plan, local, sent.trip, step)))
             return rows
 
         def back(gradient: Tensor) -> Tensor:
             trip = found[0].trip
-            rows, _ = trip.to_owners(gradient, backward_step(step.call, Kind.DISPATCH_BACKWARD), trip.calls)
-            return unpermute(rows, plan)
+            back_step = backward_step(step.call, Kind.DISPATCH_BACKWARD)
+            rows, _ = trip.exchanged(gradient, back_step, trip.calls, to_owners=True)
+            return resolve("unpermute", rows).unpermute(rows, None, plan)
 
         rows = linear(_DISPATCH, None, x, there, back)
         return found[0]._replace(rows=rows)
@@ -440,12 +441,13 @@ class Peers:
         step, calls = combine_step(trip.call, out), []
 
         def there(out: Tensor) -> Tensor:
-            rows, of_ranks = trip.to_owners(out, step)
+            rows, of_ranks = trip.exchanged(out, step, to_owners=True)
             calls.append(of_ranks)
             return rows
 
         def back(gradient: Tensor) -> Tensor:
-            return trip.to_experts(gradient, backward_step(step.call, Kind.COMBINE_BACKWARD), calls[0])[0]
+            back_step = backward_step(step.call, Kind.COMBINE_BACKWARD)
+            return trip.exchanged(gradient, back_step, calls[0], to_owners=False)[0]
 
         return linear(_COMBINE, None, out, there, back)
 
@@ -466,11 +468,12 @@ class Peers:
 
     def _row_trip(self, x: Tensor, plan: Plan, local: Plan, trip: _Trip, step: Step) -> _RowTrip:
         tokens = trip.channel
-        channel = self._buffers.find(tokens) or self._buffers.keep(tokens, RowChannel(tokens, _like(x), step))
+        if tokens.rows is None:
+            tokens.rows = RowChannel(tokens, _like(x), step)
         sizes = self._group.nranks, self._experts, tokens.rows_per_rank
         (own_to_buffer,) = direct("rank_rows", trip.ids, trip.token_rows, plan.row_to_slot, *sizes)
         places = own_to_buffer, local.row_to_slot.reshape([-1, 1])
-        return _RowTrip(channel, trip.call, *places, trip.calls)
+        return _RowTrip(tokens.rows, trip.call, *places, trip.calls)
 
 
 def _like(x: Tensor) -> Tensor:

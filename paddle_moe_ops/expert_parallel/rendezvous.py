@@ -1,35 +1,28 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rendezvous of a group's ranks: on the host with a time limit, and on the device as a barrier in symmetric memory.
+"""Rendezvous of a group's ranks on the host, with a time limit.
 
-On the host, a rendezvous without delay needs no messages. A rank that has waited for a while announces this in the
+A rendezvous without delay needs no messages. A rank that has waited for a while announces this in the
 store of `paddle.distributed`, so a rank whose time is up can name the absent ranks.
 """
 
 from __future__ import annotations
 
-import ctypes
-import math
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 import paddle
-from numpy.typing import NDArray
 from paddle import Tensor
 from paddle.base import core
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
-from .._graphs import context_manager, filled
-from ..backends import direct
-from .agreement import CALL_WORDS, Kind, Step, agree, check_calls, is_gloo, raise_for_modes
-from .symmetric_memory import BufferShape, allocate, granularity
+from .._graphs import context_manager
+from .agreement import is_gloo
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Barrier", "Rendezvous", "checked_timeout"]
+__all__ = ["DEFAULT_TIMEOUT_S", "Rendezvous", "checked_timeout"]
 
 DEFAULT_TIMEOUT_S = 600.0
 _LEAST_S, _MOST_S = 0.001, 1e6
@@ -38,8 +31,6 @@ _NAP_S = 0.01  # between polls from then on
 _STORE_S = 5.0  # for the store to answer
 _Result = TypeVar("_Result")
 _IsDone = Callable[[float], bool]  # waits for at most this number of seconds
-_MODES_DIFFER = 2  # PMO_GRADIENT_MODES_DIFFER
-_EXCHANGE = 4  # the word of a call that is the number of the exchange
 
 
 def checked_timeout(function: str, value: Any) -> float:
@@ -271,106 +262,3 @@ def _waits_of(group: Group) -> _Waits:
     if key not in _waits_of_groups:
         _waits_of_groups[key] = _Waits(group)
     return _waits_of_groups[key]
-
-
-class Barrier:
-    """The barrier of a group on one kind of device, which all its symmetric buffers share.
-
-    Each exchange has a number. Buffers are allocated in pairs: a buffer is reused two exchanges later. The barrier of
-    the exchange in between separates the two uses, because a rank reaches it only after all its work on the first.
-
-    If ranks are in different calls, a CPU raises in the barrier. A GPU marks the state, and all later received values
-    are NaN. The host raises in its next exchange after the mark has reached host memory.
-
-    Attributes:
-        state: int32 [2]; the second element is the mark.
-    """
-
-    def __init__(self, group: Group, like: Tensor) -> None:
-        page, self._group = granularity(like.place), group
-        flags = allocate(group, like, BufferShape(page, group.nranks, page, paddle.uint8))
-        flags.arrived.zero_()
-        flags.arrived[:, :1].tolist()  # waits until they are zero
-        agree("ExpertParallel.dispatch", group, {})  # waits until they are zero on all ranks
-        self.state = filled([2], 0, "int32", like=like)
-        (report,) = direct("host_words", like, 1 + group.nranks * CALL_WORDS)
-        self._report = _words_of(report)[0]
-        self._places = *flags, self.state, report
-        self._exchange = 0
-        self._lent: list[weakref.ref[Tensor]] = []
-
-    def lend(self, view: Tensor) -> None:
-        """Let backward passes raise if they read a view of a buffer after the next exchange has begun.
-
-        A rank that has passed the barrier of that exchange may write to the buffer of the previous one.
-        """
-        self._lent.append(weakref.ref(view))
-
-    def next(self) -> int:
-        """Begin an exchange, and return the index of its buffer in a pair."""
-        if self._report[0]:
-            self._raise()
-        self._exchange += 1
-        for each in self._lent:
-            view = each()
-            if view is not None:
-                view._bump_inplace_version()
-        return self._exchange % 2
-
-    def wait(self, step: Step, forward_calls: Tensor | None = None, *, timeout: float) -> Tensor:
-        """Let later work wait until all ranks have arrived.
-
-        Args:
-            step: the current pass of this rank's call.
-            forward_calls: in a backward pass, the calls of all ranks in the forward pass. If a rank does not run the
-                backward pass, this one does not wait for it.
-            timeout: the time limit in seconds.
-
-        Returns:
-            int32 [P, CALL_WORDS], the calls of all ranks.
-        """
-        words, waits = step.words(self._exchange), math.ceil(timeout * 1000)
-        gradient = int(step.kind.gradient)
-        (calls,) = direct("rank_barrier", *self._places, words, forward_calls, gradient, waits)
-        self._check(step, calls)
-        return calls
-
-    def arrivals(self, step: Step, timeout: float, records: Tensor, *sizes: int) -> tuple[Tensor, ...]:
-        """Wait for all ranks; returns their calls and records, concurrently with the work up to operator rank_join."""
-        words, waits = step.words(self._exchange), math.ceil(timeout * 1000)
-        made = direct("rank_arrivals", records, *self._places, words, waits, *sizes)
-        self._check(step, made[0])
-        return made
-
-    def meet(self, step: Step, timeout: float) -> None:
-        """Wait for all ranks on the host, before they allocate buffers together."""
-        self.wait(step, timeout=timeout)
-        self.state.tolist()
-        if self._report[0]:
-            self._raise()
-
-    def _check(self, step: Step, calls: Tensor) -> None:
-        """Raise if the state is marked; otherwise store the modes of all ranks, if the host need not wait for them."""
-        if self._report[0]:
-            self._raise()
-        if calls.place.is_cpu_place():
-            step.check(_words_of(calls).tolist())
-
-    def _raise(self) -> None:
-        """Raise the error that marked the state, and clear the mark."""
-        reason, ranks = int(self._report[0]), self._group.ranks
-        told = self._report[1:].reshape([len(ranks), CALL_WORDS]).tolist()
-        self._report[0] = 0
-        self.state[1:].zero_()
-        if reason == _MODES_DIFFER:
-            forward = Kind(told[0][0])
-            kind = Kind.COMBINE_BACKWARD if forward == Kind.COMBINE else Kind.DISPATCH_BACKWARD
-            raise_for_modes(kind, [words[-1] for words in told], told[0], ranks)
-        self._exchange = max(words[_EXCHANGE] for words in told)  # so that ranks can continue together
-        check_calls(told, ranks)
-
-
-def _words_of(words: Tensor) -> NDArray:
-    """Return an array that aliases a tensor's numbers in host memory."""
-    memory = (ctypes.c_int32 * words.size).from_address(words.data_ptr())
-    return np.ctypeslib.as_array(memory).reshape(words.shape)

@@ -11,28 +11,25 @@ Each view is one range of addresses, so kernels without code for ranks can write
 regions are files in memory, on a GPU memory of the driver that other processes map. In both cases a rank sends a file
 descriptor to the rank that maps the region.
 
-The layers of a group share its buffers. They are freed with the last layer, graph or result that uses them, in any
-order of ranks: a region stays allocated as long as one rank maps it.
+A region stays allocated as long as one rank maps it, so ranks may free buffers in any order.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import enum
 import functools
 import mmap
 import os
 import socket
 import uuid
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import paddle
 from paddle import Tensor
-from paddle.distributed.communication.group import Group, _GroupManager
+from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from ..backends import direct
@@ -40,11 +37,7 @@ from .agreement import raising_together
 
 __all__ = [
     "BufferShape",
-    "GroupBuffers",
-    "OwnRows",
-    "RowBuffer",
     "allocate",
-    "buffers_of",
     "granularity",
     "mapped",
     "memory_of",
@@ -57,10 +50,6 @@ _NO_ACCESS, _IN_PLACE = 0, 0x10  # PROT_NONE and MAP_FIXED, which Python does no
 # Enum values of the driver's virtual memory API.
 _PINNED, _ON_DEVICE, _FILE_DESCRIPTOR, _READ_WRITE = 1, 1, 1, 3
 _RECOMMENDED_GRANULARITY = 1
-# Rows, of every 8 for another rank, that the receiver fetches after the barrier, while it works in its own memory. The
-# sender writes the others before the barrier, so the link is busy in both halves. A receiver that copies rows has a
-# shorter second half than one that adds them up.
-FETCHED_COPIES, FETCHED_SUMS = 3, 4
 
 
 class BufferShape(NamedTuple):
@@ -327,132 +316,3 @@ class _DeviceMemory:
     def forget(self, region: int) -> None:
         """Release a handle; its mappings stay."""
         self._driver.call("cuMemRelease", ctypes.c_uint64(region))
-
-
-class GroupBuffers:
-    """The buffers of one group by key.
-
-    Args:
-        group: the ranks.
-        name: the same on all ranks, and unique to these buffers.
-
-    Attributes:
-        group: ``group``.
-        name: ``name``.
-    """
-
-    def __init__(self, group: Group, name: str) -> None:
-        self.group, self.name = group, name
-        self._registered = _GroupManager.group_map_by_id.get(group.id)  # another one if a program made the group itself
-        self._made: dict[Hashable, Any] = {}
-
-    def find(self, key: Hashable) -> Any:
-        """Return the buffer of a key, or None.
-
-        Raises:
-            RuntimeError: the group was destroyed.
-        """
-        if self.free_if_destroyed():
-            raise RuntimeError(
-                f"ExpertParallel: the group of ranks {self.group.ranks} was destroyed by destroy_process_group, so its "
-                "layers exchange no more tokens"
-            )
-        return self._made.get(key)
-
-    def keep(self, key: Hashable, made: Any) -> Any:
-        """Store the buffer of a key, and return it."""
-        self._made[key] = made
-        return made
-
-    def free_if_destroyed(self) -> bool:
-        """Drop the buffers if `paddle.distributed.destroy_process_group` ended the group, and return True then."""
-        is_destroyed = _GroupManager.group_map_by_id.get(self.group.id) is not self._registered
-        if is_destroyed:
-            self._made.clear()
-        return is_destroyed
-
-
-# The key is the identity of a group, since a new one may have the number of a destroyed one. Buffers keep groups alive.
-_living: WeakValueDictionary[int, GroupBuffers] = WeakValueDictionary()
-
-
-def buffers_of(group: Group) -> GroupBuffers:
-    """Return the buffers of a group that all its ranks still have, or new ones; all ranks call it together.
-
-    A rank may have collected the last layer of a group as garbage while another has not, so they compare.
-    Buffers of groups that were destroyed are dropped.
-    """
-    for each in list(_living.values()):
-        each.free_if_destroyed()
-    own = _living.get(id(group))
-    names: list[tuple[str | None, str]] = []
-    paddle.distributed.all_gather_object(names, (own and own.name, uuid.uuid4().hex), group=group)
-    if own is None or any(name != own.name for name, _ in names):
-        own = _living[id(group)] = GroupBuffers(group, names[0][1])
-    return own
-
-
-class OwnRows(enum.IntEnum):
-    """The destination of rows that a rank sends to itself."""
-
-    STAY = 0  # they stay in place and are read from it
-    TO_BUFFER = 1
-    TO_NEW_MEMORY = 2
-
-
-class RowBuffer(NamedTuple):
-    """A symmetric buffer for rows; row p * S + i is row i for, or from, rank p.
-
-    Attributes:
-        arrived: [P * S, d], this rank's memory.
-        peers: [P * S, d], this rank's regions at all ranks.
-        num_ranks: P.
-        rank: this rank.
-        state: of the barrier.
-    """
-
-    arrived: Tensor
-    peers: Tensor
-    num_ranks: int
-    rank: int
-    state: Tensor
-
-    def send(
-        self, x: Tensor, token_rows: Tensor, own: OwnRows, *, fetched: int | None = None, leaves_room: bool = False
-    ) -> Tensor:
-        """Send rows to other ranks; a barrier has to follow.
-
-        Args:
-            x: [T, d].
-            token_rows: int32 [T, C], the destination rows of each token in the buffer.
-            own: the destination of rows for this rank.
-            fetched: rows, of every 8, that their receiver fetches; None: the default for ``own``.
-            leaves_room: whether to leave room on the device for concurrent operators.
-
-        Returns:
-            the rows for this rank, [P * S, d], unless they stay in place.
-        """
-        views = self.arrived, self.peers
-        if fetched is None:
-            fetched = FETCHED_COPIES if own == OwnRows.TO_NEW_MEMORY else FETCHED_SUMS
-        options = self.num_ranks, self.rank, fetched, int(own), leaves_room
-        (made,) = direct("rank_send", x, token_rows, *views, *options)
-        return made
-
-    def receive(
-        self, token_rows: Tensor, own: Tensor | None = None, to: Tensor | None = None, *, fetched: int | None = None
-    ) -> Tensor:
-        """Return the sums of each token's rows from all ranks.
-
-        Args:
-            token_rows: int32 [T, C], the rows of each token in the buffer.
-            own: [P * S, d], the rows that this rank sent to itself.
-            to: [T, d], the output, which already contains the rows that this rank sent to itself; C is 1 then.
-            fetched: as in all ranks' `send`; None: the default for the place of this rank's rows.
-        """
-        views = self.arrived, self.peers
-        if fetched is None:
-            fetched = FETCHED_COPIES if own is None else FETCHED_SUMS
-        options = self.state, self.num_ranks, self.rank, fetched
-        (made,) = direct("rank_receive", token_rows, *views, own, to, *options)
-        return made

@@ -18,7 +18,8 @@ import pytest
 from paddle_moe_ops import quantize_1x128, reference
 from paddle_moe_ops.backends import direct, register_operators
 from paddle_moe_ops.backends.arrays import to_numpy
-from paddle_moe_ops.expert_parallel.symmetric_memory import BufferShape, OwnRows, granularity, mapped, memory_of
+from paddle_moe_ops.expert_parallel.symmetric_buffers import OwnRows
+from paddle_moe_ops.expert_parallel.symmetric_memory import BufferShape, granularity, mapped, memory_of
 from paddle_moe_ops.reference.ranks import is_fetched
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import tensor

@@ -148,7 +148,7 @@ AREAS = {
         _tests("ops", "sharded_experts"),
     ),
     "peers": _ranks(
-        ("peer", "symmetric_memory"),
+        ("peer", "symmetric_memory", "symmetric_buffers"),
         (
             *("shared_buffers", "arguments_stay", "expert_parallel", "expert_parallel_errors"),
             *("calls_of_ranks", "ranks_that_do_not_come"),
@@ -282,7 +282,7 @@ EQUIVALENT = (
     ),
     (r"expert_parallel/agreement\.py", "slice dropped", r"words\[:-1\] != told\[0\]", "a shortcut to the checks below"),
     (
-        r"expert_parallel/rendezvous\.py",
+        r"expert_parallel/symmetric_buffers\.py",
         "method dropped|statement dropped",
         r"^        (flags\.arrived|self\.state)\b.*(zero_|tolist)\(\)",
         "memory of a CPU begins with zeros, and nothing is pending there",
@@ -293,7 +293,8 @@ EQUIVALENT = (
         r"\bcuMem|shareable\(|_Access\(|_Location\(|_Properties\(|c_uint64|_ON_DEVICE|_driver\b|_Driver\b|_device_of",
         "memory of a GPU",
     ),
-    (r"expert_parallel/symmetric_memory\.py", "constant", r"_RECOMMENDED_GRANULARITY =|^FETCHED_", "memory of a GPU"),
+    (r"expert_parallel/symmetric_memory\.py", "constant", r"_RECOMMENDED_GRANULARITY =", "memory of a GPU"),
+    (r"expert_parallel/symmetric_buffers\.py", "constant", r"^FETCHED_", "memory of a GPU"),
     (r"expert_parallel/peer\.py", "finally dropped", r"arrivals = ", "streams of a GPU join after an error"),
     (
         r"expert_parallel/peer\.py",
