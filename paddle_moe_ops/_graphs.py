@@ -26,6 +26,7 @@ from ._native import native
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
+FLOAT8 = frozenset((paddle.float8_e4m3fn, paddle.float8_e5m2))  # a hash is faster than comparing dtypes
 _CARRIERS = (Tensor, tuple, list, dict)
 _PLAIN = {int}  # lists of counts may be long
 
@@ -179,6 +180,11 @@ def constant(value: Any) -> Any:
         items = [constant(item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
+
+
+def constant_if_float8(tensor: Tensor) -> Tensor:
+    """Return the tensor, without a gradient if it is float8: Paddle would cast that gradient to float8."""
+    return constant(tensor) if not tensor.stop_gradient and tensor.dtype in FLOAT8 else tensor
 
 
 GraphValue = paddle.pir.Value  # stands for a tensor of a static graph

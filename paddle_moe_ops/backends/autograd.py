@@ -102,6 +102,7 @@ class Call:
         added: indices of the given inputs whose gradients the call accumulates itself.
         saved: large tensors for the backward pass. Paddle stores them, so that `recompute` can recompute them.
         is_node: whether the call runs as a node of the graph.
+        outputs: shape and dtype of each differentiable output of a node.
     """
 
     function = ""
@@ -116,12 +117,16 @@ class Call:
             kernels: the kernels of both passes, or None.
             inputs: the differentiable inputs, None for absent ones.
         """
-        given = [tensor for tensor in inputs if tensor is not None]
+        given, wanted = [], []
+        self._inputs: list[tuple[Any, Any]] = []
+        for tensor in inputs:
+            if tensor is not None:
+                given.append(tensor)
+                wanted.append(not tensor.stop_gradient)
+                self._inputs.append((tensor.shape, tensor.dtype))
         self.kernels: Any = kernels  # with the ``*_backward`` verbs
-        self.wanted = tuple([not tensor.stop_gradient for tensor in given])
-        self._inputs = [(tensor.shape, tensor.dtype) for tensor in given]
-        self.place = with_elements(given).place
-        self._outputs: list[tuple[Any, Any]] = []
+        self.wanted, self.place = tuple(wanted), with_elements(given).place
+        self.outputs: list[tuple[Any, Any]] = []
         self._watched: list[Any] = []
 
     def watch(self, *tensors: Tensor) -> None:
@@ -156,15 +161,9 @@ class Call:
         """Return the gradients of the given inputs from those of the outputs; None for an input without one."""
         raise NotImplementedError
 
-    def forward(self) -> Tensors:
-        """Run, for `_Node`."""
-        outputs = self.run()
-        self._outputs = [(output.shape, output.dtype) for output in outputs]
-        return outputs
-
     def backward(self, *gradients: Tensor) -> Gradients:
         """Check and differentiate, for `_Node`."""
-        for gradient, (shape, dtype) in zip(gradients, self._outputs, strict=True):
+        for gradient, (shape, dtype) in zip(gradients, self.outputs, strict=True):
             if gradient.shape != shape or gradient.dtype != dtype:
                 expected, given = f"{dtype} {list(shape)}", f"{gradient.dtype} {list(gradient.shape)}"
                 raise ValueError(f"{self.function}: the gradient of its result must be {expected}, but got {given}")
@@ -174,12 +173,14 @@ class Call:
             )
         made = self.differentiate(*gradients)
         # Every input that requires a gradient needs one: otherwise Paddle's engine skips the nodes before it.
-        results = [
-            None
-            if not want or number in self.added
-            else (placed(paddle.zeros(shape, dtype), self.place) if gradient is None else gradient)
-            for number, (want, gradient, (shape, dtype)) in enumerate(zip(self.wanted, made, self._inputs, strict=True))
-        ]
+        results: list[Tensor | None] = []
+        for want, gradient, (shape, dtype) in zip(self.wanted, made, self._inputs, strict=True):
+            if not want or len(results) in self.added:
+                results.append(None)
+            elif gradient is None:
+                results.append(placed(paddle.zeros(shape, dtype), self.place))
+            else:
+                results.append(gradient)
         return tuple(results)
 
 
@@ -191,16 +192,20 @@ class _Node(PyLayer):
         ctx.call = call
         guard.watch(ctx)
         call.is_node = True
-        outputs = call.forward()
+        outputs = call.run()
+        for output in outputs:
+            call.outputs.append((output.shape, output.dtype))
         ctx.save_for_backward(*call.saved)
         call.saved = ()
         return outputs if len(outputs) > 1 else outputs[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.call.saved = tuple([unpacked(each, ctx.call.place) for each in ctx.saved_tensor() or ()])
-        made = ctx.call.backward(*gradients)
-        ctx.call.saved = ()
+        call, saved = ctx.call, ctx.saved_tensor()
+        if saved:
+            call.saved = tuple([unpacked(each, call.place) for each in saved])
+        made = call.backward(*gradients)
+        call.saved = ()
         return made if len(made) > 1 else made[0]
 
 
@@ -219,10 +224,14 @@ def connect(call: Call, *inputs: Tensor | None) -> Tensors:
     Returns:
         its differentiable outputs.
     """
-    given = [tensor for tensor in inputs if tensor is not None]
-    if not wants_gradient(*given):
+    if not wants_gradient(*inputs):
         with paddle.no_grad():
             return call.run()
+    return _as_node(call, [tensor for tensor in inputs if tensor is not None])
+
+
+def _as_node(call: Call, given: list[Tensor]) -> Tensors:
+    """Run a call as a node of the graph."""
     backend = None if call.kernels is None else call.kernels.name
     texts = {}
     if backend not in (None, "paddle"):
@@ -275,7 +284,7 @@ def linear(
     """
     if not wants_gradient(value):
         return there(value)
-    return connect(_Linear(function, kernels, value, there, back, read), value)[0]
+    return _as_node(_Linear(function, kernels, value, there, back, read), [value])[0]
 
 
 class _FirstOrderOnly(Call):

@@ -8,15 +8,13 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-import paddle
 from paddle import Tensor
 
-from .._graphs import constant
+from .._graphs import FLOAT8 as FLOAT8
+from .._graphs import constant_if_float8 as constant_if_float8
 
 Tensors = tuple[Tensor, ...]
 Matrices: TypeAlias = Tensor | Sequence[Tensor]  # matrices of all experts: one stacked tensor, or a list
-
-FLOAT8 = frozenset((paddle.float8_e4m3fn, paddle.float8_e5m2))  # a hash is faster than comparing dtypes
 
 OPERATORS = (
     "route",
@@ -33,11 +31,6 @@ OPERATORS = (
     "calculate_topk",
     "grouped_gemm",
 )
-
-
-def constant_if_float8(tensor: Tensor) -> Tensor:
-    """Return the tensor, without a gradient if it is float8: Paddle would cast that gradient to float8."""
-    return constant(tensor) if not tensor.stop_gradient and tensor.dtype in FLOAT8 else tensor
 
 
 class Validation(enum.IntEnum):
