@@ -174,6 +174,8 @@ def constant(value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         return value if value.stop_gradient else value.detach()
+    if not isinstance(value, _CARRIERS) or not _carries_graph(value):
+        return value
     if isinstance(value, dict):
         return {key: constant(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):

@@ -34,7 +34,7 @@ from .alltoall import (
 )
 from .deep_ep import DeepEP
 from .peer import Peers
-from .plans import chunks_of, equal_parts, kept_ids, local_ids_of, plan_of_ranks, trimmed
+from .plans import chunks_of, equal_parts, kept_ids, local_ids_of, local_plan, plan_of_ranks, trimmed
 from .rendezvous import DEFAULT_TIMEOUT_S
 from .symmetric_buffers import buffers_of
 
@@ -357,7 +357,7 @@ def _dispatch(
     ep._calls += 1
     to_ranks, plan = trimmed(to_ranks, sum(tokens.sent)), trimmed(plan, sum(rows.received))
     local_ids = beside(tokens.there(local_ids_of(kept, to_ranks, ep.num_local_experts, has_gaps=False), step), x)
-    local = route(local_ids, num_experts=ep.num_local_experts, buffer_size=sum(rows.sent), validate=False)
+    local = local_plan(local_ids, ep.num_local_experts, sum(rows.sent))
     common: dict[str, Any] = {
         "plan": local,
         "tokens_per_expert": [sum(counts) for counts in zip(*of_experts, strict=True)],
@@ -405,7 +405,7 @@ def _dispatch_equal_parts(
     arrived_ids = beside(tokens.there(parts.ids, step), x)
     ep._calls += 1
     most = arrived_ids.shape[0] * min(arrived_ids.shape[1], ep.num_local_experts)
-    local = route(arrived_ids, num_experts=ep.num_local_experts, buffer_size=most, validate=False)
+    local = local_plan(arrived_ids, ep.num_local_experts, most)
     common: dict[str, Any] = {
         "plan": local,
         "tokens_per_expert": local.tokens_per_expert,

@@ -10,9 +10,9 @@ import paddle
 from paddle import Tensor
 
 from .._graphs import beside, filled, numbers_of
-from ..backends import compiled_backend, direct, resolve
+from ..backends import RouteSpec, Validation, compiled_backend, direct, resolve
 from ..functional import sort_chunks
-from ..routing import Plan, route
+from ..routing import Plan, planned
 
 __all__ = [
     "HEADER",
@@ -30,15 +30,18 @@ HEADER = 64  # PMO_RECORDS_HEADER
 _BY_ROW = ("row_to_token", "row_to_slot", "row_to_expert")
 
 
-def local_plan(ids: Tensor, num_experts: int) -> Plan:
-    """Return the plan of received tokens; on a GPU it has rows for all slots, so the host does not wait for a count.
+def local_plan(ids: Tensor, num_experts: int, num_rows: int | None = None) -> Plan:
+    """Return the plan of received tokens.
 
     Args:
         ids: int32 [R, K], counted from the first expert of this rank, -1 for experts of other ranks.
         num_experts: of this rank.
+        num_rows: rows of the plan. None: on a CPU as many as there are, on a GPU one for each slot, so that the host
+            does not wait for a count.
     """
-    most = -1 if ids.place.is_cpu_place() else ids.shape[0] * min(ids.shape[1], num_experts)
-    return route(ids, num_experts=num_experts, buffer_size=most, validate=False)
+    if num_rows is None:
+        num_rows = -1 if ids.place.is_cpu_place() else ids.shape[0] * min(ids.shape[1], num_experts)
+    return planned(ids, None, None, None, RouteSpec(num_experts, -1, 1, None, num_rows, "first", Validation.OFF))
 
 
 def plan_of_ranks(ids: Tensor, num_ranks: int, experts_of_rank: int, capacity: int | None) -> Plan:
@@ -58,7 +61,9 @@ def plan_of_ranks(ids: Tensor, num_ranks: int, experts_of_rank: int, capacity: i
     else:
         rank = ids // experts_of_rank  # rounds down, so negative ids stay negative
         mask = (rank.unsqueeze(-1) == paddle.arange(num_ranks, dtype="int32")).any(axis=1)
-    return route(mask, buffer_size=num_tokens * min(num_ranks, topk), capacity=capacity, validate=False)
+    buffer_size = num_tokens * min(num_ranks, topk)
+    spec = RouteSpec(num_ranks, num_ranks, 1, None, buffer_size, "first", Validation.OFF)
+    return planned(mask, None, None, capacity, spec)
 
 
 def trimmed(plan: Plan, num_rows: int) -> Plan:

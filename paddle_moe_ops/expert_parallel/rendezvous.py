@@ -66,9 +66,11 @@ class Rendezvous:
             RuntimeError: it took too long, or failed.
         """
         job = _Job(work)
-        self._wait(function, job.is_done)
-        with self.naming_ranks(function):  # here, since the store serves one thread at a time
-            return job.result()
+        self._wait(function, job.done.wait)
+        if job.error is not None:
+            with self.naming_ranks(function):  # here, since the store serves one thread at a time
+                raise job.error
+        return job.results[0]
 
     def wait(self, function: str, task: Any) -> None:
         """Wait for a task of `paddle.distributed` that does not block.
@@ -217,40 +219,40 @@ class _Waits:
         if not self._answers:
             return None
         job = _Job(lambda: int(core.create_or_get_global_tcp_store().add(f"{self._key}/{rank}", number)))
-        self._answers = job.is_done(_STORE_S)
+        self._answers = job.done.wait(_STORE_S)
         try:
-            return job.result() if self._answers else None
+            if not self._answers:
+                return None
+            if job.error is not None:
+                raise job.error
+            return job.results[0]
         except (RuntimeError, ValueError, OSError):  # Paddle's errors of sockets
             self._answers = False
             return None
 
 
 class _Job(Generic[_Result]):
-    """A function that runs in a daemon thread, which does not keep the process from ending."""
+    """A function that runs in a daemon thread, which does not keep the process from ending.
+
+    Attributes:
+        done: set once the work is done.
+        error: the error of the finished work, or None.
+        results: the result of the finished work, unless it raised.
+    """
 
     def __init__(self, work: Callable[[], _Result]) -> None:
-        self._work, self._done = work, threading.Event()
-        self._results: list[_Result] = []
-        self._error: BaseException | None = None
+        self._work, self.done = work, threading.Event()
+        self.results: list[_Result] = []
+        self.error: BaseException | None = None
         threading.Thread(target=self._run, daemon=True, name="paddle_moe_ops").start()
 
     def _run(self) -> None:
         try:
-            self._results.append(self._work())
+            self.results.append(self._work())
         except BaseException as error:  # for the thread that waits
-            self._error = error
+            self.error = error
         finally:
-            self._done.set()
-
-    def is_done(self, seconds: float) -> bool:
-        """Wait for at most ``seconds``, and return True if the work is done."""
-        return self._done.wait(seconds)
-
-    def result(self) -> _Result:
-        """Return the result of the finished work, or raise its error."""
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
+            self.done.set()
 
 
 _waits_of_groups: dict[str, _Waits] = {}
