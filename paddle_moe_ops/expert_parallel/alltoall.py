@@ -10,6 +10,7 @@ line's gradient back to the rank of the line. So every rank must run it, even a 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -174,15 +175,12 @@ class Scatters:
     def __init__(self, group: Group, timeout: float) -> None:
         self._group, self._rendezvous = group, Rendezvous(group, timeout)
 
-    def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int], step: Step) -> Tensor:
-        return self._exchange(_NAME, payload, sent, received, step)
-
     def exchange_numbers(self, numbers: Tensor, step: Step) -> Tensor:
         ones = [1] * self._group.nranks
-        return self._exchange(_DISPATCH, numbers, ones, ones, step)
+        return self.exchange(numbers, ones, ones, step, _DISPATCH)
 
-    def _exchange(
-        self, function: str, payload: Tensor, sent: Sequence[int], received: Sequence[int], step: Step
+    def exchange(
+        self, payload: Tensor, sent: Sequence[int], received: Sequence[int], step: Step, function: str = _NAME
     ) -> Tensor:
         lines = _as_bytes(payload)
         counts, words = self._rendezvous.call(function, lambda: self._counts_of_all(sent, step))
@@ -337,9 +335,9 @@ class _TokensAndProbs(Call):
         return tuple(linear(_DISPATCH, None, each, back, there) for each in gradients)
 
 
-def _in(step: Step, way: Callable[[Tensor, Step], Tensor]) -> Callable[[Tensor], Tensor]:
+def _in(step: Step, way: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
     """Bind a step to ``way``, a direction of an exchange."""
-    return lambda payload: way(payload, step)
+    return functools.partial(way, step=step)
 
 
 def exchange(rows: Tensor, counts: Counts, step: Step) -> Tensor:

@@ -130,7 +130,7 @@ class Rendezvous:
             RuntimeError: the transfer failed.
         """
         if counts:
-            self._waits.arrive()
+            self._waits.came += 1
         try:
             yield
         except (RuntimeError, OSError, ValueError) as error:  # errors of the backends of paddle.distributed
@@ -145,7 +145,7 @@ class Rendezvous:
 
     def _wait(self, function: str, is_done: _IsDone) -> None:
         begin, quiet = time.monotonic(), min(_QUIET_S, self._seconds / 4)
-        self._waits.arrive()
+        self._waits.came += 1
         if is_done(quiet):
             return
         self._waits.announce()
@@ -187,21 +187,21 @@ def _nap(seconds: float) -> bool:
 
 
 class _Waits:
-    """The count of a group's rendezvous, and the ones in which its ranks wait. Ranks are numbers within the group."""
+    """The count of a group's rendezvous, and the ones in which its ranks wait. Ranks are numbers within the group.
+
+    Attributes:
+        came: number of rendezvous in which this rank has arrived.
+    """
 
     def __init__(self, group: Group) -> None:
         self._key = f"paddle_moe_ops/waits/{group.id}/{'-'.join(map(str, group.ranks))}"
-        self._rank, self._came, self._told = group.rank, 0, 0
+        self._rank, self.came, self._told = group.rank, 0, 0
         self._answers = True
-
-    def arrive(self) -> None:
-        """Count a rendezvous."""
-        self._came += 1
 
     def announce(self) -> None:
         """Announce that this rank waits in the last rendezvous."""
-        if self._add(self._rank, self._came - self._told) is not None:
-            self._told = self._came
+        if self._add(self._rank, self.came - self._told) is not None:
+            self._told = self.came
 
     def absent_of(self, ranks: list[int]) -> list[int] | None:
         """Return the ranks that wait neither in the last rendezvous nor in a later one; None if the store is silent."""
@@ -210,7 +210,7 @@ class _Waits:
             number = self._add(rank, 0)  # a counter that does not exist is zero; `get` would wait for it
             if number is None:
                 return None
-            if number < self._came:
+            if number < self.came:
                 absent.append(rank)
         return absent
 

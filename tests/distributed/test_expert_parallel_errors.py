@@ -102,6 +102,7 @@ def bad_arguments() -> list[str]:
     layer = MoELayer(2, 3, 4, 1, group=paddle.distributed.get_group(0))
     return [
         caught(lambda: ExpertParallel(3)),
+        caught(lambda: ExpertParallel(2**16 + 2)),
         caught(lambda: ExpertParallel(4, combine="sum")),
         caught(lambda: ExpertParallel(4, transport="mpi")),
         caught(lambda: ExpertParallel(4, combine="reduced", transport="peer")),
@@ -127,6 +128,7 @@ def test_bad_arguments_raise_what_is_wrong():
     (texts, others) = run(bad_arguments, 2)
     assert texts == [
         "ValueError: ExpertParallel: num_experts must be a multiple of 2, the ranks of the group, but got 3",
+        "ValueError: ExpertParallel: num_experts must be from 1 to 65536, but got 65538",
         "ValueError: ExpertParallel: combine must be one of 'exact', 'reduced', but got 'sum'",
         "ValueError: ExpertParallel: transport must be one of 'auto', 'alltoall', 'gloo', 'peer', 'deepep', "
         "but got 'mpi'",
