@@ -61,20 +61,24 @@ class Area(NamedTuple):
     """An area: patterns of sources and of the test files that guard them, from the root of the repository.
 
     `python` is the path of the interpreter for the tests; if empty, that of the tool. `guards` has the test files of
-    single sources of C++, by their stem.
+    single sources of C++, by their stem. If `runs_slow`, tests marked slow run, too.
     """
 
     sources: tuple[str, ...]
     tests: tuple[str, ...]
     python: str = ""
     guards: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    runs_slow: bool = False
 
 
-def _ranks(sources: tuple[str, ...], tests: tuple[str, ...], others: tuple[str, ...] = ()) -> Area:
+def _ranks(
+    sources: tuple[str, ...], tests: tuple[str, ...], others: tuple[str, ...] = (), *, runs_slow: bool = False
+) -> Area:
     """Return an area of expert_parallel, whose lines run in processes that tests start."""
     return Area(
         tuple(f"paddle_moe_ops/expert_parallel/{name}.py" for name in sources),
         (*_tests("distributed", *tests), *others),
+        runs_slow=runs_slow,
     )
 
 
@@ -166,7 +170,10 @@ AREAS = {
             *("agreement", "transports", "calls_of_ranks", "shared_buffers", "expert_parallel"),
         ),
     ),
-    "fleet": _ranks(("fleet",), ("fleet", "grad_scaler"), _tests("ops", "sharded_experts")),
+    # Copies of experts between ranks that share them need four ranks, whose tests are slow.
+    "fleet": _ranks(
+        ("fleet",), ("fleet", "fleet_programs", "grad_scaler"), _tests("ops", "sharded_experts"), runs_slow=True
+    ),
     "states": _ranks(
         ("parameters", "checkpoint", "optimizers"),
         (
@@ -174,6 +181,7 @@ AREAS = {
             *("fleet", "average_gradients", "accumulated_gradients"),
         ),
         _tests("ops", "sharded_experts", "optimizer_state_parts"),
+        runs_slow=True,
     ),
     "integrations": Area(
         ("paddle_moe_ops/integrations/paddleformers/*.py",),
@@ -303,7 +311,20 @@ EQUIVALENT = (
     ),
     (r"expert_parallel/training\.py", "", r"BUCKET_BYTES =", "sizes of pieces"),
     (r"expert_parallel/training\.py", "keyword dropped", r"to_tensor\(\[state, ", "int64 is the default"),
-    (r"expert_parallel/training\.py", "elements swapped", r"for name in \(", "in any order"),
+    (r"expert_parallel/(training|fleet)\.py", "elements swapped", r"for name in \(", "in any order"),
+    (r"expert_parallel/fleet\.py", "constant", r" else -1$", "any number that is no rank will do"),
+    (
+        r"expert_parallel/fleet\.py",
+        "comparison",
+        r"^                if self\._copies\.nranks > 1:",
+        "a shortcut: a group of one rank adds nothing up",
+    ),
+    (
+        r"expert_parallel/fleet\.py",
+        "statement dropped",
+        r"self\._set_inner_opt_attr\(",
+        "Paddle keeps the list, and Fleet passes each step's parameters",
+    ),
     (r"expert_parallel/training\.py", "constant", r"number = -1 if group is None", "any negative number will do"),
     (
         r"expert_parallel/training\.py",
