@@ -95,7 +95,17 @@ AREAS = {
         ),
         _OPERATORS,
     ),
-    "nn": Area(("paddle_moe_ops/nn/*.py",), _OPERATORS),
+    "nn": Area(
+        ("paddle_moe_ops/nn/*.py",),
+        (
+            "tests/ops/test_nn*.py",
+            *_tests("ops", "activations", "dropped_slots", "every_argument", "float8_hidden", "float8_mlp"),
+            *_tests("ops", "python_calls", "sharded_experts", "side_by_side"),
+            *_tests("static", "expert_programs", "to_static"),
+            *_tests("scenarios", "accumulating_layers", "float8_graphs", "float8_hidden_programs", "float8_programs"),
+            *_tests("scenarios", "layer_programs", "layer_training", "messages", "recompute_of_nothing", "training"),
+        ),
+    ),
     "patch": Area(
         (
             *(f"paddle_moe_ops/compat/{name}.py" for name in ("paddle", "_async_load")),
