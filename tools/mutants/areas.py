@@ -118,6 +118,7 @@ AREAS = {
             "tests/ops/test_incubate_*.py",
             "tests/ops/test_transformer_engine.py",
             "tests/packaging/test_migrating*.py",
+            "tests/distributed/test_devices_of_arguments.py",
         ),
     ),
     "demo": Area(
