@@ -403,6 +403,8 @@ BAD = [
         ValueError,
         r"scatter_index must hold rows in \[-1, 8\)",
     ),
+    ("moe_combine", "combine_weights", lambda: paddle.ones([4]), ValueError, "combine_weights must be of shape"),
+    ("moe_combine_no_weight", "combine_weight", lambda: paddle.ones([4]), ValueError, "combine_weight must be of"),
     ("moe_combine_no_weight", "epsilon", lambda: float("nan"), ValueError, "epsilon must be finite"),
 ]
 
