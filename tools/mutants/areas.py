@@ -93,7 +93,7 @@ AREAS = {
             *(f"paddle_moe_ops/compat/{name}.py" for name in ("row_maps", "unsloth")),
             "paddle_moe_ops/compat/te_*.py",
         ),
-        _OPERATORS,
+        (*_OPERATORS, *_tests("distributed", "devices_of_arguments")),
     ),
     "nn": Area(
         ("paddle_moe_ops/nn/*.py",),
