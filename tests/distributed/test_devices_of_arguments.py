@@ -39,26 +39,6 @@ def arguments() -> dict[Any, dict[str, Any]]:
     }
 
 
-def after_a_missing_tensor() -> str:
-    """The error for a tensor on the device, which follows one that is None."""
-    device = paddle.get_device()
-    paddle.set_device("cpu")
-    given = arguments()[incubate_routing.cal_aux_loss]
-    mask = given["dispatch_tokens_mask"].to(device)
-    try:
-        incubate_routing.cal_aux_loss(**{**given, "tokens_mask": None, "dispatch_tokens_mask": mask})
-    except ValueError as raised:
-        return str(raised)
-    finally:
-        paddle.set_device(device)
-    return "nothing was raised"
-
-
-def test_tensors_that_follow_a_missing_one_are_compared():
-    (error,) = run(after_a_missing_tensor, 1, "stub")
-    assert error.startswith("cal_aux_loss: dispatch_tokens_mask must be on the device of gate_prob, Place(cpu), but ")
-
-
 def of_two_devices() -> tuple[str, str, list[tuple[str, str, str]]]:
     """The devices, and the error for each function with each of its tensors on the device."""
     device, found = paddle.get_device(), []

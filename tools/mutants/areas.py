@@ -93,7 +93,7 @@ AREAS = {
             *(f"paddle_moe_ops/compat/{name}.py" for name in ("row_maps", "unsloth")),
             "paddle_moe_ops/compat/te_*.py",
         ),
-        (*_OPERATORS, *_tests("distributed", "devices_of_arguments")),
+        _OPERATORS,
     ),
     "nn": Area(
         ("paddle_moe_ops/nn/*.py",),
@@ -260,6 +260,7 @@ EQUIVALENT = (
     ),
     (r"", "constant", r"reshape\(-1\)", "any negative number will do"),
     (r"_checks\.py", "method dropped", r"\.item\(\)", "operator.index reads a tensor as well"),
+    (r"te_jax\.py", "method dropped", r"0 <= shard_id\.item\(\) <", "a tensor of one number compares as it does"),
     (r"reference/topk\.py", "comparison", r"topk_groups < num_groups", "a shortcut: all groups are kept"),
     (r"reference/quantization\.py", "method dropped", r"\.copy\(\)\.view", "a copy of what no one else has"),
     (r"reference/(routing|paddle_api)\.py", "slice dropped", r"\[:1\]:$", "the first one raises"),
