@@ -260,6 +260,7 @@ EQUIVALENT = (
     ),
     (r"", "constant", r"reshape\(-1\)", "any negative number will do"),
     (r"_checks\.py", "method dropped", r"\.item\(\)", "operator.index reads a tensor as well"),
+    (r"unsloth\.py", "method dropped", r"slot_to_row\.numpy\(\)\)", "NumPy takes a tensor as indices as well"),
     (r"te_jax\.py", "method dropped", r"0 <= shard_id\.item\(\) <", "a tensor of one number compares as it does"),
     (r"reference/topk\.py", "comparison", r"topk_groups < num_groups", "a shortcut: all groups are kept"),
     (r"reference/quantization\.py", "method dropped", r"\.copy\(\)\.view", "a copy of what no one else has"),
