@@ -323,6 +323,13 @@ EQUIVALENT = (
         r"NEW_MEMORY, leaves_room=True",
         "how fast kernels of a GPU run",
     ),
+    (r"expert_parallel/deep_ep\.py", "method dropped", r"dense\(x\.detach\(\)\)", "a call runs without gradients"),
+    (
+        r"expert_parallel/alltoall\.py",
+        "constant",
+        r"columns\.append\(filled\(\[size, more\], 0",
+        "nothing reads numbers of experts that a layer does not have",
+    ),
     (r"expert_parallel/training\.py", "", r"BUCKET_BYTES =", "sizes of pieces"),
     (r"expert_parallel/training\.py", "keyword dropped", r"to_tensor\(\[state, ", "int64 is the default"),
     (r"expert_parallel/(training|fleet)\.py", "elements swapped", r"for name in \(", "in any order"),
