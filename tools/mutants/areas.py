@@ -312,7 +312,7 @@ EQUIVALENT = (
     (
         r"expert_parallel/symmetric_memory\.py",
         "",
-        r"\bcuMem|shareable\(|_Access\(|_Location\(|_Properties\(|c_uint64|_ON_DEVICE|_driver\b|_Driver\b|_device_of",
+        r"\bcuMem|shareable\(|_Access\(|_Location\(|_Properties\(|c_uint64|c_size_t\(|_ON_DEVICE|_driver\b|_Driver\b|_device_of",
         "memory of a GPU",
     ),
     (r"expert_parallel/symmetric_memory\.py", "constant", r"_RECOMMENDED_GRANULARITY =|^FETCHED_", "memory of a GPU"),
@@ -323,6 +323,7 @@ EQUIVALENT = (
         r"NEW_MEMORY, leaves_room=True",
         "how fast kernels of a GPU run",
     ),
+    (r"symmetric_memory\.py", "constant", r"recv_fds\(from_other, 4, 1\)", "room for more files than the one sent"),
     (r"expert_parallel/deep_ep\.py", "method dropped", r"dense\(x\.detach\(\)\)", "a call runs without gradients"),
     (
         r"expert_parallel/alltoall\.py",
