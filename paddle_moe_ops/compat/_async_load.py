@@ -33,7 +33,7 @@ class AsyncLoad:
     def offload(self, destination: Tensor, source: Tensor) -> _Done:
         """Copy a tensor to one that has no memory yet."""
         with paddle.no_grad():
-            paddle.assign(source.detach(), output=destination)
+            paddle.assign(source, output=destination)
         return _Done()
 
     reload = offload
@@ -43,6 +43,6 @@ class AsyncLoad:
     ) -> _Done:
         """Copy a part of a vector to a part of another."""
         with paddle.no_grad():
-            part = source.detach()[source_offset : source_offset + size]
+            part = source[source_offset : source_offset + size]
             destination[destination_offset : destination_offset + size] = part
         return _Done()

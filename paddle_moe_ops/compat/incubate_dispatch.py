@@ -66,7 +66,7 @@ def moe_gate_dispatch(
     else:
         plan = route(ids, num_experts=num_experts, buffer_size=_known_slots(ids), validate=False)
         slot_rows, ends, num_rows = plan.slot_to_row, plan.expert_offsets[1:], _slots_of(ids)
-        ranks = slot_rows - _of_experts(plan.expert_offsets[:-1], ids)
+        ranks = slot_rows - _of_experts(plan.expert_offsets, ids)
     is_kept = ranks < capacity
     y = _rows(name, x, _kept(is_kept, slot_rows), num_rows)
     return y, *_results(weights, is_kept, slot_rows), ends.astype("int64"), ids
@@ -176,7 +176,7 @@ def moe_gate_dispatch_partial_nosoftmaxtopk(
     )
     slot_rows, num_rows = plan.slot_to_row, plan.num_rows
     if use_pad:
-        in_expert = slot_rows - _of_experts(plan.expert_offsets[:-1], local_ids)
+        in_expert = slot_rows - _of_experts(plan.expert_offsets, local_ids)
         slot_rows, num_rows = _kept(is_kept, local_ids * capacity + in_expert), (end - start) * capacity
     is_empty = num_rows == 0 and not use_pad
     maps: Any = plan
@@ -300,7 +300,7 @@ def _ranks_by_slot(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
     by_slot = ids.transpose([1, 0]).reshape([num_slots, 1])
     plan = route(by_slot, num_experts=num_experts, buffer_size=num_slots, validate=False)
     rows = plan.slot_to_row.reshape([topk, ids.shape[0]]).transpose([1, 0])
-    ranks = rows - _of_experts(plan.expert_offsets[:-1], ids)
+    ranks = rows - _of_experts(plan.expert_offsets, ids)
     return ranks, plan.expert_offsets[1:], plan.routed_per_expert
 
 
@@ -314,7 +314,7 @@ def _slots_of(ids: Tensor) -> int | Tensor:
 
 
 def _of_experts(values: Tensor, ids: Tensor) -> Tensor:
-    """The value [E] of each slot's expert [T, K]; that of expert 0 if there is none."""
+    """The value of each slot's expert [T, K], from one for each expert or more; that of expert 0 if there is none."""
     return paddle.gather(values, ids.clip(min=0).flatten()).reshape(ids.shape)
 
 

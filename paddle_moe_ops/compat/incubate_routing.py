@@ -14,7 +14,7 @@ import paddle
 from paddle import Tensor
 
 from .. import _checks
-from .._graphs import beside, numbers_of, public, without_autocast
+from .._graphs import beside, public, without_autocast
 
 __all__ = [
     "build_src_rank_and_local_expert_id",
@@ -187,7 +187,7 @@ def expand_modality_expert_id(
     modality_offset = _checks.integer(name, "modality_offset", modality_offset, 0)
     ids = expert_id
     if _checks.flag(name, "is_group_expert", is_group_expert):
-        slots = numbers_of(paddle.ones([ids.shape[1]], ids.dtype))
+        slots = paddle.arange(ids.shape[1], dtype=ids.dtype)
         ids = ids + beside(slots, ids) * group_size
     if size <= 0:
         return paddle.assign(ids)

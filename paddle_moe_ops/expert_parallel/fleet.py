@@ -187,7 +187,7 @@ class _Sharding(DygraphShardingOptimizer):
     _copies: Group
     _share: float
     _parameter_list: list[Tensor]
-    _broadcast_order_params: list[Tensor] | None
+    _broadcast_order_params: list[Tensor] | None  # None: Fleet found no order
 
     def keep_apart(self, experts: Sequence[Tensor], copies: Group, share: float) -> None:
         """Divide the parameters between ranks again, experts separately.
@@ -203,8 +203,8 @@ class _Sharding(DygraphShardingOptimizer):
         self._parameter_list = [each for each in whole if each.name not in names]
         self._rank2params = self._partition_parameters()
         self._parameter_list = whole
-        if self._broadcast_order_params is not None:
-            self._broadcast_order_params = [each for each in self._broadcast_order_params if each.name not in names]
+        order = whole if self._broadcast_order_params is None else self._broadcast_order_params
+        self._broadcast_order_params = [each for each in order if each.name not in names]
         this = paddle.distributed.get_rank()
         self._rank2experts = [each for each in experts if self._owners[each.name] == this]
         self._param2rank = self._map_param_to_rank()
@@ -220,10 +220,10 @@ class _Sharding(DygraphShardingOptimizer):
             gradient = gradient_of(each)
             if gradient is None and self._copies.nranks == 1:
                 continue
-            if gradient is None:  # of a rank without tokens
+            if gradient is None:  # this rank did not use the layer
                 attribute, dtype = ("main_grad", "float32") if hasattr(each, "main_grad") else ("grad", each.dtype)
-                gradient = paddle.zeros_like(each, dtype=dtype)
-                setattr(each, attribute, gradient)
+                setattr(each, attribute, paddle.zeros_like(each, dtype=dtype))
+                gradient = getattr(each, attribute)  # `grad` keeps a copy of the zeros
             with rounded_once(gradient) as total:
                 total.scale_(self._share / self._copies.nranks)
                 if self._copies.nranks > 1:
@@ -234,9 +234,8 @@ class _Sharding(DygraphShardingOptimizer):
         self._rank2params[self._sharding_rank] = [each for each in own if each.name not in self._owners]
         super()._sharding_sync_parameters()
         self._rank2params[self._sharding_rank] = own
-        with paddle.no_grad():
-            for each in self._experts_of(self._parameter_list) if self._copies.nranks > 1 else ():
-                paddle.distributed.broadcast(each, src=self._owners[each.name], group=self._copies)
+        for each in self._experts_of(self._parameter_list) if self._copies.nranks > 1 else ():
+            paddle.distributed.broadcast(each, src=self._owners[each.name], group=self._copies)
 
     def _experts_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         return [each for each in parameters if each.name in self._owners and not each.stop_gradient]

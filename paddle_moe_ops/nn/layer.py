@@ -315,9 +315,8 @@ class MoELayer(nn.Layer):
         return ", ".join(f"{name}={value}" for name, value in options.items())
 
     def _may_drop(self) -> bool:
-        """True if a capacity limits the number of slots."""
-        has_room_for_all = self.parallel is None or self.parallel.tokens_per_rank is None
-        return self.router.capacity_factor is not None or not has_room_for_all
+        """True if a capacity, or the room for the tokens of a rank, may limit the number of slots."""
+        return self.router.capacity_factor is not None or self.parallel is not None
 
     def _last_pass(self) -> tuple[Any, ...] | None:
         """The values of the last forward pass, unless it belongs to a finished program."""

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 from tests.distributed import processes
@@ -29,3 +32,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def custom_backend(request: pytest.FixtureRequest) -> str:
     """The backend of `processes.run` that has all collectives."""
     return "stub" if request.config.getoption("--device") == "cpu" else "cuda_rig"
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Any]:
+    """Calls a function between processes of a module's tests, since Fleet stays in them. Sort tests by their number."""
+    running: dict[int, processes.Processes] = {}
+
+    def call(count: int, function: Any, **arguments: Any) -> list[Any]:
+        if count not in running:
+            processes.stop()
+            for size in list(running):
+                running.pop(size).stop()
+            running[count] = processes.Processes(count, processes.default_backend)
+        try:
+            return running[count].call(function, arguments)
+        except RuntimeError:
+            running.pop(count).kill()
+            raise
+
+    yield call
+    for each in running.values():
+        each.stop()

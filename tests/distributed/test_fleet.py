@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from paddle_moe_ops.expert_parallel import (
     is_expert_parameter,
 )
 
-from . import processes
 from .fleets import code_of_guide, start_fleet
 from .processes import Processes, run
 from .test_expert_parallel_errors import caught
@@ -43,28 +41,6 @@ FOUR = {
     SHARDING: {"dp_degree": 2, "sharding_degree": 2},
     EXPERTS: {"sharding_degree": 4, "moe_sharding_degree": 2, "ep_degree": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Any]:
-    """Calls a function between processes of these tests, since Fleet stays in them. Sort tests by their number."""
-    running: dict[int, Processes] = {}
-
-    def call(count: int, function: Any, **arguments: Any) -> list[Any]:
-        if count not in running:
-            processes.stop()
-            for size in list(running):
-                running.pop(size).stop()
-            running[count] = Processes(count, processes.default_backend)
-        try:
-            return running[count].call(function, arguments)
-        except RuntimeError:
-            running.pop(count).kill()
-            raise
-
-    yield call
-    for each in running.values():
-        each.stop()
 
 
 def group_of_experts(topology: Any, kind: str) -> Any:
@@ -91,6 +67,10 @@ def steps(model: Any, optimizer: Any, tokens: tuple[int, ...], rank: int | None,
     return losses
 
 
+def trainable(net: nn.Layer) -> list[paddle.Tensor]:
+    return [each for each in net.parameters() if not each.stop_gradient]
+
+
 def optimizer_of(name: str, parameters: Any, clip: Any) -> Any:
     """Momentum shows a wrong factor of a gradient at once; AdamW has more states."""
     return {
@@ -110,6 +90,8 @@ def with_fleet(
     same_seed: bool = True,
     turns: int = 1,
     main_grad: bool = False,
+    freezes: bool = False,
+    overlaps: str = "",
     save: str = "",
 ) -> Any:
     """The whole state before, the losses, and the state after, which is saved where ``save`` says."""
@@ -117,6 +99,8 @@ def with_fleet(
     group, rank = group_of_experts(topology, kind), paddle.distributed.get_rank()
     paddle.seed(7 if same_seed else group.ranks[0])
     net = Net(group)
+    net.moe.experts.down.stop_gradient = freezes
+    net.last.bias.name = overlaps or net.last.bias.name
     model: Any = mix_precision_utils.MixPrecisionLayer(net, dtype="bfloat16") if main_grad else net
     model = fleet.distributed_model(model)
     clip = (
@@ -126,8 +110,10 @@ def with_fleet(
         if sharding is not None:  # what Fleet's second optimizer needs of a GPU, and gloo lacks
             patch.setattr(tensor_fusion_helper, "__current_device_type__", "gpu")
             patch.setattr(paddle.distributed, "reduce_scatter", reduced_and_scattered)
-        made = optimizer_of(optimizer, net.parameters(), clip)
+        made = optimizer_of(optimizer, trainable(net), clip)
         made = distributed_optimizer(mix_precision_utils.MixPrecisionOptimizer(made) if main_grad else made)
+        if overlaps:
+            made._inner_opt._set_broadcast_overlap(True, net)
         start = arrays(gather_state_dict(net, group))
         losses = steps(model, made, tokens, rank, turns)
         if save:
@@ -162,8 +148,9 @@ def assert_like_one_process(ranks: Any, degrees: dict[str, int], kind: str, toke
             np.testing.assert_array_equal(value, end[name], err_msg=name)
     net = Net()
     net.set_state_dict(start)
+    net.moe.experts.down.stop_gradient = options.get("freezes", False)
     name, turns = options.get("optimizer", "Momentum"), options.get("turns", 1)
-    optimizer = optimizer_of(name, net.parameters(), nn.ClipGradByGlobalNorm(0.5))
+    optimizer = optimizer_of(name, trainable(net), nn.ClipGradByGlobalNorm(0.5))
     losses = steps(net, optimizer, tokens, None, turns)
     np.testing.assert_allclose(np.sum([each for _, each, _ in got], 0), losses, rtol=1e-5)
     if "save" in options:
@@ -294,6 +281,11 @@ def strange_programs() -> list[str]:
     told(everyone, {"tensor_fusion": True}, sharding_degree=2)
     told(SHARDING, {"split_param": True}, sharding_degree=2)
     told(DATA, optimizer=3, dp_degree=2)
+    net = Net(everyone)
+    net.moe = mix_precision_utils.MixPrecisionLayer(net.moe, dtype="bfloat16")
+    told(SHARDING, {"split_param": True}, paddle.optimizer.SGD(parameters=net.parameters()), sharding_degree=2)
+    groups = [{"params": net.first.parameters()}, {"params": net.last.parameters()}]
+    told(DATA, optimizer=paddle.optimizer.SGD(parameters=groups), dp_degree=2)
     other = MoEPair(everyone, paddle.distributed.new_group([0, 1]))
     texts.append(caught(lambda: distributed_optimizer(paddle.optimizer.SGD(parameters=other.parameters()))))
     return texts
@@ -309,18 +301,22 @@ class MoEPair(nn.Layer):
 
 def test_what_is_not_known_to_be_right_is_refused(ranks):
     name = "distributed_optimizer"
-    for degree, fused, split, kind, groups in ranks(2, strange_programs):
+    for degree, fused, split, kind, split_in_part, parameter_groups, groups in ranks(2, strange_programs):
         assert degree == f"ValueError: {name}: mp_degree must be 1 for experts on several ranks, but got 2"
         assert fused == f"ValueError: {name}: tensor_fusion must be False without split_param, but got True"
         assert split.startswith(f"ValueError: {name}: parameters must be ones with main_grad with split_param")
+        assert split_in_part == split
         assert kind.startswith(f"TypeError: {name}: optimizer must be an optimizer of paddle.optimizer with a list")
+        expected = "an optimizer of paddle.optimizer with a list of parameters"
+        assert parameter_groups == f"TypeError: {name}: optimizer must be {expected}, but got SGD"
         assert groups.startswith(f"ValueError: {name}: experts must be shared by the ranks of one group, but got")
 
 
 def alone_with_fleet() -> bool:
     """Return whether a model without experts on several ranks gets Fleet's optimizer unchanged."""
     start_fleet(dp_degree=2)
-    made = distributed_optimizer(paddle.optimizer.SGD(parameters=nn.Linear(2, 2).parameters()))
+    layer = nn.Linear(2, 2, bias_attr=False)
+    made = distributed_optimizer(paddle.optimizer.SGD(parameters=layer.parameters()))
     return type(made) is fleet.meta_optimizers.HybridParallelOptimizer
 
 

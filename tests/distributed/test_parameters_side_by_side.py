@@ -66,3 +66,18 @@ def test_parts_share_memory():
     np.testing.assert_array_equal(whole, expected)
     np.testing.assert_array_equal(same, expected)
     assert shapes == [[N, D]] * E
+
+
+def on_host_and_device():
+    parameters = [paddle.ones([N, D]), paddle.ones([N, D]).cpu()]
+    try:
+        lay_side_by_side(parameters)
+    except ValueError as error:
+        return str(error), [str(each.place) for each in parameters]
+    return "nothing was raised"
+
+
+def test_parameters_on_several_devices_are_refused():
+    ((text, (device, host)),) = run(on_host_and_device, 1, "stub")
+    expected = f"on the device of parameters[0], {device}, but got {host}"
+    assert text == f"lay_side_by_side: parameters[1] must be {expected}"

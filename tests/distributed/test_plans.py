@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from paddle_moe_ops import use_backend
+from paddle_moe_ops.expert_parallel import ExpertParallel
 from paddle_moe_ops.expert_parallel.plans import equal_parts, local_ids_of, plan_of_ranks, trimmed
 
 RANKS, EXPERTS_OF_RANK, TOPK = 3, 2, 4
@@ -64,3 +65,11 @@ def test_a_trimmed_plan_has_the_tokens_for_each_rank_without_gaps():
     got = local_ids_of(paddle.to_tensor(ids), plan, EXPERTS_OF_RANK, has_gaps=False)
     np.testing.assert_array_equal(got.numpy(), expected)
     assert local_ids_of(paddle.to_tensor(ids), trimmed(whole, 0), EXPERTS_OF_RANK, has_gaps=False).shape == [0, TOPK]
+
+
+@pytest.mark.parametrize(("experts", "rows_of_token"), [(2, 2), (7, TOPK)])
+def test_equal_parts_have_room_for_the_experts_that_a_token_can_have_here(experts, rows_of_token):
+    layer = ExpertParallel(experts, combine="reduced", tokens_per_rank=5)
+    received = layer.dispatch(paddle.ones([3, 8]), paddle.full([3, TOPK], -1, "int32"), paddle.ones([3, TOPK]))
+    assert received.tokens.shape == [5, 8]
+    assert received.plan.num_rows == 5 * rows_of_token

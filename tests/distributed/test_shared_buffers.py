@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import Any
 
 import numpy as np
@@ -120,6 +122,24 @@ def ids_changed_after_the_forward_pass() -> str:
 def test_a_backward_pass_refuses_ids_that_were_changed_in_place():
     for text in run(ids_changed_after_the_forward_pass, 2):
         assert "ExpertParallel.dispatch: a tensor that the backward pass needs was changed in place" in text
+
+
+def open_files_of_memory() -> list[str]:
+    """Descriptors of memory while a layer exchanges tokens."""
+    rank, found = paddle.distributed.get_rank(), []
+    ep = ExpertParallel(EXPERTS, combine="reduced", **PEER)
+    received = ep.dispatch(drawn(rank, TOKENS, HIDDEN), *routing(rank))
+    ep.combine(received.tokens, received)
+    for each in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # of the list itself
+            found.append(os.readlink(f"/proc/self/fd/{each}"))
+    return [name for name in found if "paddle_moe_ops" in name]
+
+
+@pytest.mark.cpu_only
+def test_shared_memory_keeps_no_file_open():
+    """Layers of a long program would use up the descriptors of its processes."""
+    assert run(open_files_of_memory, 2) == [[], []]
 
 
 def test_regions_without_room_in_the_address_space_are_an_error():

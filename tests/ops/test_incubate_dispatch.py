@@ -125,6 +125,21 @@ def test_partial_dispatch(capacity, mode, experts, dtype, rng, place, backend):
     assert_sums(x_tensor.grad, d_x, terms, K, "the gradient of x")
 
 
+@pytest.mark.parametrize("name", ["partial", "gate", "permute"])
+def test_one_expert_takes_all_tokens(name, rng, place):
+    x, weights = (tensor(ordinary(rng, shape), place) for shape in ((T, H), (T, 1)))
+    functions = {
+        "partial": lambda: F.moe_gate_dispatch_partial_nosoftmaxtopk(
+            x, weights, paddle.zeros([T, 1], "int32"), 1, T, 1, True, 0, 1, False
+        ),
+        "gate": lambda: F.moe_gate_dispatch(x, weights, None, 1, T, True),
+        "permute": lambda: F.moe_gate_dispatch_permute(x, weights, None, 1, T, 1),
+    }
+    rows, of_slots, *_ = functions[name]()
+    assert_bits_equal(rows.reshape([T, H]), x.numpy())
+    assert_bits_equal(of_slots, weights.numpy())
+
+
 def test_the_first_choices_of_all_tokens_come_first(place):
     ids = tensor(np.array([[1, 0], [0, 2], [0, 1]], np.int32), place)
     x, weights = paddle.to_tensor([[1.0], [2.0], [3.0]]), paddle.full([3, 2], 0.5)
@@ -370,6 +385,7 @@ BAD = [
         TypeError,
         "expert_id must be",
     ),
+    ("moe_gate_dispatch_partial_nosoftmaxtopk", "expert_start_index", lambda: E, ValueError, "expert_start_index must"),
     ("moe_gate_dispatch_partial_nosoftmaxtopk", "expert_end_index", lambda: 0, ValueError, "expert_end_index must be"),
     ("moe_gate_dispatch_partial_nosoftmaxtopk", "expert_end_index", lambda: 7, ValueError, "expert_end_index must be"),
     (
@@ -387,6 +403,8 @@ BAD = [
         ValueError,
         r"scatter_index must hold rows in \[-1, 8\)",
     ),
+    ("moe_combine", "combine_weights", lambda: paddle.ones([4]), ValueError, "combine_weights must be of shape"),
+    ("moe_combine_no_weight", "combine_weight", lambda: paddle.ones([4]), ValueError, "combine_weight must be of"),
     ("moe_combine_no_weight", "epsilon", lambda: float("nan"), ValueError, "epsilon must be finite"),
 ]
 

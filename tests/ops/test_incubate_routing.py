@@ -255,6 +255,7 @@ BAD = {
         r"batch_sizes must",
     ),
     "too many rows of both": ("batched_gemm", lambda: (P(), P(), [30, 40], True), ValueError, "batch_sizes must be at"),
+    "trans_rhs": ("batched_gemm", lambda: (P(), P(), [3, 4], False, 1), TypeError, "trans_rhs must be a bool"),
     "both": ("batched_gemm", lambda: (P(), P(), [3, 4], True, True), ValueError, "trans_rhs must be False with"),
 }
 

@@ -179,6 +179,17 @@ def test_states_are_copies(name, dtype):
         assert not any(value.any() for value in tensors_of(gather_optimizer_state_dict(each, its)).values())
 
 
+def test_entries_may_come_in_another_order():
+    net, rate = model_of(EXPERTS), paddle.optimizer.lr.StepDecay(0.1, 2)
+    optimizer = paddle.optimizer.AdamW(rate, parameters=net.parameters())
+    step(net, optimizer, 0)
+    whole = gather_optimizer_state_dict(optimizer, net)
+    part = shard_optimizer_state_dict(whole, net)
+    reversed_part = shard_optimizer_state_dict(dict(reversed(whole.items())), net)
+    assert next(reversed(whole)) == "parameter_names"
+    assert part.keys() == reversed_part.keys() == optimizer.state_dict().keys()
+
+
 def test_a_model_without_experts_and_a_schedule_pass_through():
     net, rate = nn.Linear(3, 2), paddle.optimizer.lr.StepDecay(0.1, 2)
     optimizer = paddle.optimizer.ASGD(rate, batch_num=2, parameters=net.parameters())

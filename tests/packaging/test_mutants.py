@@ -101,9 +101,10 @@ def test_a_file_whose_process_dies_without_a_fault_is_left_out(tmp_path):
     (tree / "tests" / "test_dies.py").write_text("import os\n\ndef test_two():\n    os.abort()\n")
     copy = module("copies").Copy(tree, folder, links=False)
     files = ["tests/test_dies.py", "tests/test_good.py"]
-    assert copy.recorded(files, [], sys.executable, leaves_out=True).tests == ["tests/test_good.py::test_one"]
+    command = module("copies").pytest_of(tree, module("areas").Area((), ()))
+    assert copy.recorded(files, [], command, leaves_out=True).tests == ["tests/test_good.py::test_one"]
     with pytest.raises(RuntimeError, match="the tests fail without a fault"):
-        copy.recorded(files, [], sys.executable, leaves_out=False)
+        copy.recorded(files, [], command, leaves_out=False)
 
 
 def test_failing_tests_that_are_left_out_are_named_with_a_survivor(tmp_path, capsys):
@@ -117,10 +118,29 @@ def test_failing_tests_that_are_left_out_are_named_with_a_survivor(tmp_path, cap
     copies = module("copies")
     copy = copies.Copy(tree, folder, links=False)
     files = ["tests/test_two.py"]
-    record = copy.recorded(files, ["source.py"], sys.executable, leaves_out=True)
+    area = module("areas").Area(("source.py",), ("tests/*.py",))
+    command = copies.pytest_of(tree, area)
+    record = copy.recorded(files, ["source.py"], command, leaves_out=True)
     assert record.left_out == ["tests/test_two.py::test_two"]
     assert "left out: FAILED tests/test_two.py::test_two - AssertionError: no device" in capsys.readouterr().out
-    area = module("areas").Area(("source.py",), ("tests/*.py",))
     (fault,) = module("faults").faults_of(b"TWO = 2\n")
-    outcome = copy.try_mutant(area, sys.executable, record, copies.Mutant("source.py", fault))
+    outcome = copy.try_mutant(area, command, record, copies.Mutant("source.py", fault))
     assert outcome == (True, "0 tests reach it; 1 tests of the area were left out")
+
+
+@pytest.mark.parametrize("runs_slow", [False, True])
+def test_slow_tests_run_in_areas_that_name_them(tmp_path, runs_slow):
+    tree, folder = tmp_path / "tree", tmp_path / "copy"
+    (tree / "tests").mkdir(parents=True)
+    folder.mkdir()
+    (tree / "pyproject.toml").write_text(
+        '[tool.pytest.ini_options]\naddopts = ["-m", "not slow"]\nmarkers = ["slow"]\n'
+    )
+    (tree / "tests" / "test_two.py").write_text(
+        "import pytest\n\ndef test_one():\n    pass\n\n@pytest.mark.slow\ndef test_two():\n    pass\n"
+    )
+    area = module("areas").Area((), ("tests/*.py",), runs_slow=runs_slow)
+    copy = module("copies").Copy(tree, folder, links=False)
+    record = copy.recorded(["tests/test_two.py"], [], module("copies").pytest_of(tree, area), leaves_out=False)
+    slow = ["tests/test_two.py::test_two"] if runs_slow else []
+    assert record.tests == ["tests/test_two.py::test_one", *slow]

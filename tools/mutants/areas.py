@@ -61,20 +61,24 @@ class Area(NamedTuple):
     """An area: patterns of sources and of the test files that guard them, from the root of the repository.
 
     `python` is the path of the interpreter for the tests; if empty, that of the tool. `guards` has the test files of
-    single sources of C++, by their stem.
+    single sources of C++, by their stem. If `runs_slow`, tests marked slow run, too.
     """
 
     sources: tuple[str, ...]
     tests: tuple[str, ...]
     python: str = ""
     guards: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    runs_slow: bool = False
 
 
-def _ranks(sources: tuple[str, ...], tests: tuple[str, ...], others: tuple[str, ...] = ()) -> Area:
+def _ranks(
+    sources: tuple[str, ...], tests: tuple[str, ...], others: tuple[str, ...] = (), *, runs_slow: bool = False
+) -> Area:
     """Return an area of expert_parallel, whose lines run in processes that tests start."""
     return Area(
         tuple(f"paddle_moe_ops/expert_parallel/{name}.py" for name in sources),
         (*_tests("distributed", *tests), *others),
+        runs_slow=runs_slow,
     )
 
 
@@ -91,7 +95,18 @@ AREAS = {
         ),
         _OPERATORS,
     ),
-    "nn": Area(("paddle_moe_ops/nn/*.py",), _OPERATORS),
+    "nn": Area(
+        ("paddle_moe_ops/nn/*.py",),
+        (
+            "tests/ops/test_nn*.py",
+            *_tests("ops", "activations", "dropped_slots", "every_argument", "float8_hidden", "float8_mlp"),
+            *_tests("ops", "python_calls", "sharded_experts", "side_by_side"),
+            *_tests("distributed", "expert_parallel_errors", "expert_parallel_layer", "parameters_side_by_side"),
+            *_tests("static", "expert_programs", "to_static"),
+            *_tests("scenarios", "accumulating_layers", "float8_graphs", "float8_hidden_programs", "float8_programs"),
+            *_tests("scenarios", "layer_programs", "layer_training", "messages", "recompute_of_nothing", "training"),
+        ),
+    ),
     "patch": Area(
         (
             *(f"paddle_moe_ops/compat/{name}.py" for name in ("paddle", "_async_load")),
@@ -103,6 +118,7 @@ AREAS = {
             "tests/ops/test_incubate_*.py",
             "tests/ops/test_transformer_engine.py",
             "tests/packaging/test_migrating*.py",
+            "tests/distributed/test_devices_of_arguments.py",
         ),
     ),
     "demo": Area(
@@ -166,7 +182,10 @@ AREAS = {
             *("agreement", "transports", "calls_of_ranks", "shared_buffers", "expert_parallel"),
         ),
     ),
-    "fleet": _ranks(("fleet",), ("fleet", "grad_scaler"), _tests("ops", "sharded_experts")),
+    # Copies of experts between ranks that share them need four ranks, whose tests are slow.
+    "fleet": _ranks(
+        ("fleet",), ("fleet", "fleet_programs", "grad_scaler"), _tests("ops", "sharded_experts"), runs_slow=True
+    ),
     "states": _ranks(
         ("parameters", "checkpoint", "optimizers"),
         (
@@ -174,6 +193,7 @@ AREAS = {
             *("fleet", "average_gradients", "accumulated_gradients"),
         ),
         _tests("ops", "sharded_experts", "optimizer_state_parts"),
+        runs_slow=True,
     ),
     "integrations": Area(
         ("paddle_moe_ops/integrations/paddleformers/*.py",),
@@ -240,6 +260,8 @@ EQUIVALENT = (
     ),
     (r"", "constant", r"reshape\(-1\)", "any negative number will do"),
     (r"_checks\.py", "method dropped", r"\.item\(\)", "operator.index reads a tensor as well"),
+    (r"unsloth\.py", "method dropped", r"slot_to_row\.numpy\(\)\)", "NumPy takes a tensor as indices as well"),
+    (r"te_jax\.py", "method dropped", r"0 <= shard_id\.item\(\) <", "a tensor of one number compares as it does"),
     (r"reference/topk\.py", "comparison", r"topk_groups < num_groups", "a shortcut: all groups are kept"),
     (r"reference/quantization\.py", "method dropped", r"\.copy\(\)\.view", "a copy of what no one else has"),
     (r"reference/(routing|paddle_api)\.py", "slice dropped", r"\[:1\]:$", "the first one raises"),
@@ -290,7 +312,7 @@ EQUIVALENT = (
     (
         r"expert_parallel/symmetric_memory\.py",
         "",
-        r"\bcuMem|shareable\(|_Access\(|_Location\(|_Properties\(|c_uint64|_ON_DEVICE|_driver\b|_Driver\b|_device_of",
+        r"\bcuMem|shareable\(|_Access\(|_Location\(|_Properties\(|c_uint64|c_size_t\(|_ON_DEVICE|_driver\b|_Driver\b|_device_of",
         "memory of a GPU",
     ),
     (r"expert_parallel/symmetric_memory\.py", "constant", r"_RECOMMENDED_GRANULARITY =", "memory of a GPU"),
@@ -302,9 +324,30 @@ EQUIVALENT = (
         r"NEW_MEMORY, leaves_room=True",
         "how fast kernels of a GPU run",
     ),
+    (r"symmetric_memory\.py", "constant", r"recv_fds\(from_other, 4, 1\)", "room for more files than the one sent"),
+    (r"expert_parallel/deep_ep\.py", "method dropped", r"dense\(x\.detach\(\)\)", "a call runs without gradients"),
+    (
+        r"expert_parallel/alltoall\.py",
+        "constant",
+        r"columns\.append\(filled\(\[size, more\], 0",
+        "nothing reads numbers of experts that a layer does not have",
+    ),
     (r"expert_parallel/training\.py", "", r"BUCKET_BYTES =", "sizes of pieces"),
     (r"expert_parallel/training\.py", "keyword dropped", r"to_tensor\(\[state, ", "int64 is the default"),
-    (r"expert_parallel/training\.py", "elements swapped", r"for name in \(", "in any order"),
+    (r"expert_parallel/(training|fleet)\.py", "elements swapped", r"for name in \(", "in any order"),
+    (r"expert_parallel/fleet\.py", "constant", r" else -1$", "any number that is no rank will do"),
+    (
+        r"expert_parallel/fleet\.py",
+        "comparison",
+        r"^                if self\._copies\.nranks > 1:",
+        "a shortcut: a group of one rank adds nothing up",
+    ),
+    (
+        r"expert_parallel/fleet\.py",
+        "statement dropped",
+        r"self\._set_inner_opt_attr\(",
+        "Paddle keeps the list, and Fleet passes each step's parameters",
+    ),
     (r"expert_parallel/training\.py", "constant", r"number = -1 if group is None", "any negative number will do"),
     (
         r"expert_parallel/training\.py",
@@ -314,6 +357,14 @@ EQUIVALENT = (
     ),
     (r"expert_parallel/training\.py", "method dropped", r"= total\.astype\(", "the assignment to a slice casts"),
     (r"expert_parallel/peer\.py", "", r"scale_columns = float8, 0", "read with float8 alone, which sets it"),
+    (
+        r"nn/losses\.py|incubate_routing\.py",
+        "with dropped",
+        r"with without_autocast\(\)",
+        "on a CPU mixed precision casts only products",
+    ),
+    (r"nn/experts\.py", "comparison", r"if alignment > 1 else None$", "a shortcut: offsets of groups without padding"),
+    (r"nn/losses\.py", "method dropped", r"counts = mask\.astype", "a clip by a float returns floats"),
     (r"csrc/paddle/", "", r"place\(\) [!=]= target\.place\(\)", "the suites on a GPU see it"),
     (r"csrc/paddle/", "elements swapped", r"Target target\(", "whose devices are compared, in any order"),
     (r"/mlp\.py", "", r"_PASSED_KEPT", "how many checked calls are remembered"),

@@ -86,7 +86,9 @@ class Copy:
         shutil.copytree(tree, self.root, ignore=shutil.ignore_patterns(*LEFT_BEHIND))
         self._libraries = cpp.Libraries(tree, self.root) if links else None
 
-    def recorded(self, files: Sequence[str], sources: Sequence[str], python: str, *, leaves_out: bool) -> Record:
+    def recorded(
+        self, files: Sequence[str], sources: Sequence[str], pytest: Sequence[str], *, leaves_out: bool
+    ) -> Record:
         """Runs all tests of some files and returns their record.
 
         Failing tests, and files whose process dies, are an error, or are excluded.
@@ -97,13 +99,13 @@ class Copy:
         variables = {"MUTANTS_RECORD": str(made), "MUTANTS_SOURCES": os.pathsep.join(sources)}
         if sources:
             variables["MUTANTS_CHILDREN"] = str(children)
-        code, output = self._pytest(python, files, 2 * 3600, **variables)
+        code, output = self._pytest(pytest, files, 2 * 3600, **variables)
         died = not made.exists() and code != _NO_TESTS
         found = {"failed": []} if not made.exists() else json.loads(made.read_text())
         made.unlink(missing_ok=True)
         if died and leaves_out:
             if len(files) > 1:
-                return merged([self.recorded([file], sources, python, leaves_out=True) for file in files])
+                return merged([self.recorded([file], sources, pytest, leaves_out=True) for file in files])
             print(f"  left out: {files[0]}, whose process ended:\n{output[-2000:]}", flush=True)
             return Record([], [], {}, list(files))
         if found["failed"] and leaves_out:
@@ -112,7 +114,7 @@ class Copy:
             raise RuntimeError(f"the tests fail without a fault:\n{output}")
         return _without(found)
 
-    def try_mutant(self, area: Area, python: str, record: Record, mutant: Mutant) -> Outcome | None:
+    def try_mutant(self, area: Area, pytest: Sequence[str], record: Record, mutant: Mutant) -> Outcome | None:
         """Returns the outcome of a fault; None if it does not compile or does not change the object.
 
         Tests that reach the lines run first, the fastest first. Then the other tests of the same files run, which may
@@ -124,13 +126,13 @@ class Copy:
         path.write_bytes(planted(source, mutant.fault))
         try:
             if self._libraries is None:
-                return self._tested(area, python, record, mutant)
+                return self._tested(area, pytest, record, mutant)
             with self._libraries.rebuilt(mutant.path) as is_other:
-                return self._tested(area, python, record, mutant) if is_other else None
+                return self._tested(area, pytest, record, mutant) if is_other else None
         finally:
             path.write_bytes(source)
 
-    def _tested(self, area: Area, python: str, record: Record, mutant: Mutant) -> Outcome:
+    def _tested(self, area: Area, pytest: Sequence[str], record: Record, mutant: Mutant) -> Outcome:
         reaching = _reaching(record, mutant.path, mutant.fault)
         guards = area.guards.get(Path(mutant.path).stem, area.tests)
         files = {_file(record.tests[test]) for test in reaching} or set(files_of(self.root, guards))
@@ -138,11 +140,11 @@ class Copy:
         others = [test for test in rest if _file(record.tests[test]) in files]
         subject, seconds = Path(mutant.path).stem.removesuffix("_op"), record.file_seconds()
         others.sort(key=lambda test: (subject not in (file := _file(record.tests[test])), seconds[file], test))
-        how = self._failure(python, record, reaching) or self._failure(python, record, others)
+        how = self._failure(pytest, record, reaching) or self._failure(pytest, record, others)
         unknown = f"; {len(record.left_out)} tests of the area were left out" if record.left_out else ""
         return Outcome(not how, how or f"{len(reaching)} tests reach it{unknown}")
 
-    def _failure(self, python: str, record: Record, tests: list[int]) -> str | None:
+    def _failure(self, pytest: Sequence[str], record: Record, tests: list[int]) -> str | None:
         """Returns how some tests fail, or None if they pass."""
         if not tests:
             return None
@@ -154,16 +156,18 @@ class Copy:
         options = [f"faulthandler_timeout={limit_of_one}", "faulthandler_exit_on_timeout=true"]
         files = list(dict.fromkeys(map(_file, names)))
         arguments = ["-x", *(word for option in options for word in ("-o", option)), *files]
-        code, output = self._pytest(python, arguments, limit, MUTANTS_TESTS=str(listed))
+        code, output = self._pytest(pytest, arguments, limit, MUTANTS_TESTS=str(listed))
         if "Timeout (" in output:
             return "out of time"
         if code == 0:
             return None
         return code if isinstance(code, str) else next(iter(_failures(output)), f"exit code {code}")
 
-    def _pytest(self, python: str, arguments: Sequence[str], seconds: float, **variables: str) -> tuple[int | str, str]:
+    def _pytest(
+        self, pytest: Sequence[str], arguments: Sequence[str], seconds: float, **variables: str
+    ) -> tuple[int | str, str]:
         """Returns exit code (or "out of time", "out of memory") and output of the tests; ends their processes."""
-        command = [python, "-m", "pytest", "-q", "--tb=no", "-p", "pytest_reach", "-p", "no:cacheprovider"]
+        command = [*pytest, "-q", "--tb=no", "-p", "pytest_reach", "-p", "no:cacheprovider"]
         paths = [str(HERE), str(HERE / "children"), *filter(None, [os.environ.get("PYTHONPATH")])]
         process = subprocess.Popen(
             [*command, *arguments],
@@ -184,9 +188,10 @@ def files_of(root: Path, patterns: Sequence[str]) -> list[str]:
     return [path for path in paths if path not in LEFT_OUT]
 
 
-def python_of(tree: Path, area: Area) -> str:
-    """Returns the interpreter for the tests of an area."""
-    return str(tree / area.python) if area.python else sys.executable
+def pytest_of(tree: Path, area: Area) -> list[str]:
+    """Returns the command that runs tests of an area."""
+    python = str(tree / area.python) if area.python else sys.executable
+    return [python, "-m", "pytest", *(["-m", ""] if area.runs_slow else [])]
 
 
 def merged(records: Sequence[Record]) -> Record:

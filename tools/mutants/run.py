@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar
 import cpp
 import faults
 from areas import AREAS, is_equivalent
-from copies import Copy, Mutant, Record, files_of, merged, python_of
+from copies import Copy, Mutant, Record, files_of, merged, pytest_of
 
 HERE = Path(__file__).resolve().parent
 T = TypeVar("T")
@@ -177,16 +177,16 @@ class Run:
         tests = files_of(self._tree, area.tests)
         traced = [] if sample.is_cpp else list(sample.sources)
         digest = self._sources.copy()
-        digest.update(repr((tests, traced, area.python)).encode())
+        digest.update(repr((tests, traced, area.python, area.runs_slow)).encode())
         kept = self._kept / f"{digest.hexdigest()}.json"
         if kept.exists():
             record = Record(**json.loads(kept.read_text()))
             return lambda: record
-        pool, python, leaves_out = self._pools[sample.is_cpp](), python_of(self._tree, area), self._options.leave_out
+        pool, pytest, leaves_out = self._pools[sample.is_cpp](), pytest_of(self._tree, area), self._options.leave_out
         pieces = [piece for first in range(pool.jobs) if (piece := tests[first :: pool.jobs])]
 
         def record_piece(piece: list[str], copy: Copy) -> Record:
-            return copy.recorded(piece, traced, python, leaves_out=leaves_out)
+            return copy.recorded(piece, traced, pytest, leaves_out=leaves_out)
 
         running = [pool.run(functools.partial(record_piece, piece)) for piece in pieces]
 
@@ -202,7 +202,7 @@ class Run:
         area, outcome = AREAS[sample.area], None
         while outcome is None and time.monotonic() < self._end and (mutant := sample.next()) is not None:
             start = time.monotonic()
-            outcome = copy.try_mutant(area, python_of(self._tree, area), record, mutant)
+            outcome = copy.try_mutant(area, pytest_of(self._tree, area), record, mutant)
             result = None
             if outcome is not None:
                 seconds = time.monotonic() - start

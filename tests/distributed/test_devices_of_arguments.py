@@ -1,0 +1,71 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""ERNIE's operators with one tensor on another device than the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+import pytest
+
+from paddle_moe_ops.compat import incubate_dispatch, incubate_gemm, incubate_routing
+
+from .processes import run
+
+pytestmark = pytest.mark.cpu_only
+
+T, H, E, K = 5, 4, 3, 2
+
+
+def arguments() -> dict[Any, dict[str, Any]]:
+    """Arguments of each function, on the host."""
+    ones, ids = paddle.ones, paddle.zeros([T, K], "int32")
+    gate = {"x": ones([T, H]), "gate_logits": ones([T, E]), "corr_bias": ones([E]), "k": K, "capacity": 4}
+    partial = {"x": ones([T, H]), "combine_weights": ones([T, K]), "expert_id": ids, "k": K, "capacity": 4}
+    partial |= {"num_experts": E, "use_pad": True, "expert_start_index": 0, "expert_end_index": E}
+    combine = {"x": ones([T * K, H]), "combine_weights": ones([T, K]), "scatter_index": ids}
+    loss = {"gate_prob": ones([T, E]), "dispatch_mask": ones([E], "int64"), "tokens_mask": ones([T])}
+    loss |= {"dispatch_tokens_mask": ones([T], "bool"), "num_experts": E, "use_group": False, "moe_k": K}
+    product = {"lhs": ones([T, H]), "rhs": ones([T, 3]), "batch_sizes": [2, 3], "trans_lhs": True}
+    return {
+        incubate_dispatch.moe_gate_dispatch: {**gate, "use_pad": True},
+        incubate_dispatch.moe_gate_dispatch_permute: {**gate, "world_size": 1},
+        incubate_dispatch.moe_gate_dispatch_partial_nosoftmaxtopk: {**partial, "reverse_token_drop": False},
+        incubate_dispatch.moe_combine: combine,
+        incubate_dispatch.moe_combine_grad: {**combine, "grad_y": ones([T, H])},
+        incubate_routing.cal_aux_loss: {**loss, "clip_min": 1.0},
+        incubate_gemm.batched_gemm: product,
+    }
+
+
+def of_two_devices() -> tuple[str, str, list[tuple[str, str, str]]]:
+    """The devices, and the error for each function with each of its tensors on the device."""
+    device, found = paddle.get_device(), []
+    paddle.set_device("cpu")
+    for function, given in arguments().items():
+        function(**given)
+        for name, value in given.items():
+            if isinstance(value, paddle.Tensor):
+                try:
+                    function(**{**given, name: value.to(device)})
+                    error = "nothing was raised"
+                except ValueError as raised:
+                    error = str(raised)
+                found.append((function.__name__, name, error))
+    places = [str(paddle.ones([1]).place), str(paddle.ones([1]).to(device).place)]
+    paddle.set_device(device)
+    return *places, found
+
+
+def test_tensors_on_several_devices_are_named():
+    ((host, device, errors),) = run(of_two_devices, 1, "stub")
+    first: dict[str, str] = {}
+    for function, argument, error in errors:
+        if function not in first:  # the next one is compared with it
+            first[function] = argument
+            assert error.startswith(f"{function}: ")
+            assert error.endswith(f" must be on the device of {argument}, {device}, but got {host}")
+        else:
+            expected = f"on the device of {first[function]}, {host}, but got {device}"
+            assert error == f"{function}: {argument} must be {expected}"

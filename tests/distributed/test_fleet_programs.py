@@ -1,0 +1,101 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Fleet with frozen matrices, experts that a step does not use, and parameters that arrive during the forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle.distributed.fleet.utils import mix_precision_utils
+
+from paddle_moe_ops.expert_parallel import distributed_optimizer
+
+from .fleets import start_fleet
+from .test_expert_parallel_layer import HIDDEN, Net, arrays
+from .test_fleet import (
+    EXPERTS,
+    FOUR,
+    NAMES_OF_WAYS,
+    SHARDING,
+    TWO,
+    WAYS,
+    MoEPair,
+    assert_like_one_process,
+    group_of_experts,
+)
+
+pytestmark = pytest.mark.long
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(("kind", "options"), WAYS, ids=NAMES_OF_WAYS)
+def test_a_frozen_matrix_of_the_experts_stays_while_the_other_is_trained(ranks, kind, options):
+    assert_like_one_process(ranks, TWO[kind], kind, (5, 11), freezes=True, **options)
+
+
+@pytest.mark.parametrize("name", ["linear_7.b_0", "bias"])  # Fleet orders parameters by numbers in their names
+@pytest.mark.parametrize("kind", [SHARDING, EXPERTS])
+def test_parameters_may_arrive_during_the_next_forward_pass(ranks, kind, name):
+    assert_like_one_process(ranks, TWO[kind], kind, (5, 11), overlaps=name)
+
+
+def without_experts(net: Net) -> Callable[[paddle.Tensor], paddle.Tensor]:
+    return lambda x: net.last(net.first(x))
+
+
+def trained_pair(kind: str, used: list[int]) -> list[dict[str, Any]]:
+    """Moves of the experts of two nets in a step that uses one of them or both."""
+    group = group_of_experts(start_fleet(**TWO[kind]), kind)
+    paddle.seed(7)
+    pair = MoEPair(group, group)
+    optimizer = paddle.optimizer.SGD(0.5, parameters=pair.parameters(), weight_decay=0.1)
+    optimizer, experts = distributed_optimizer(optimizer), [net.moe.experts for net in pair.layers]
+    before = [arrays(each.state_dict()) for each in experts]
+    sum(pair.layers[number](paddle.ones([3, HIDDEN])).sum() for number in used).backward()
+    optimizer.step()
+    after = [arrays(each.state_dict()) for each in experts]
+    return [{name: new[name] - old[name] for name in old} for old, new in zip(before, after, strict=True)]
+
+
+@pytest.mark.parametrize("kind", [SHARDING, EXPERTS])
+def test_experts_that_a_step_does_not_use_stay_and_others_move_as_before(ranks, kind):
+    of_one, of_both = (ranks(2, trained_pair, kind=kind, used=used) for used in ([1], [0, 1]))
+    for (unused, alone), (_, beside) in zip(of_one, of_both, strict=True):
+        for name, move in beside.items():
+            assert not unused[name].any()
+            assert np.abs(move).max() > 0.1
+            np.testing.assert_array_equal(alone[name], move)
+
+
+def moved(main_grad: bool, skipping: tuple[int, ...]) -> dict[str, Any]:
+    """Move of this rank's experts in a step in which some ranks do not use the layer."""
+    group = group_of_experts(start_fleet(**FOUR[EXPERTS]), EXPERTS)
+    paddle.seed(7)
+    net = Net(group)
+    optimizer: Any = paddle.optimizer.SGD(0.5, parameters=net.parameters())
+    if main_grad:
+        mix_precision_utils.MixPrecisionLayer(net, dtype="bfloat16")
+        optimizer = mix_precision_utils.MixPrecisionOptimizer(optimizer)
+    optimizer, before = distributed_optimizer(optimizer), arrays(net.moe.experts.state_dict())
+    skips = paddle.distributed.get_rank() in skipping
+    (without_experts(net) if skips else net)(paddle.ones([3, HIDDEN])).sum().backward()
+    down = net.moe.experts.down
+    assert ((down.main_grad if main_grad else down.grad) is None) == skips
+    optimizer.step()
+    return {name: after - before[name] for name, after in arrays(net.moe.experts.state_dict()).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
+def test_ranks_that_do_not_use_the_experts_move_them_as_their_copies_do(ranks, main_grad):
+    """Ranks [0, 1] share the experts and [2, 3] have copies: without these, gradients are half of those of all."""
+    of_all, of_half = (ranks(4, moved, main_grad=main_grad, skipping=skipping) for skipping in ((), (2, 3)))
+    for rank, (whole, half) in enumerate(zip(of_all, of_half, strict=True)):
+        for name, expected in whole.items():
+            assert np.abs(expected).max() > 1e-3
+            np.testing.assert_allclose(half[name], expected / 2, rtol=1e-4, atol=1e-6)
+            np.testing.assert_array_equal(half[name], of_half[rank % 2][name])
