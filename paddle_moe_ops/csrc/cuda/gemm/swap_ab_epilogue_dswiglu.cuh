@@ -1,9 +1,9 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// dSwiGLU epilogue of the swap-AB grouped GEMM (swap_ab.cu): accumulators d_act, rounded to T first, hidden rows from the pipeline,
-// weights w of rows. The rounding is that of a GEMM which stores d_act, so the bits are those of separate kernels.
+// dSwiGLU epilogue of the swap-AB grouped GEMM (swap_ab.cu): accumulators, hidden rows from the pipeline, weights w of rows.
 //
+//   d_act    = the accumulators rounded to T, as a plain epilogue stores them
 //   d_hidden = the gradient of w * silu(gate) * up with respect to gate and up, for the output gradient d_act
 //   out      = w * act with act = silu(gate) * up rounded to T
 //   d_weights[r, column tile] = the part of dot(act[r], d_act[r]) in 128 columns
@@ -22,10 +22,11 @@ namespace cuda {
 
 #ifdef PMO_SM90A
 
-// A lane's accumulators of one subtile: eight of each 64-column block. Registers can't be indexed by a loop variable, so a switch
-// moves them.
+// A lane's accumulators of one subtile, rounded to T: four words of two in each 64-column block. Registers can't be indexed by a
+// loop variable, so a switch moves them.
+template <typename T>
 struct SubtileAccumulators {
-  float of[2][8];
+  uint32_t of[2][4];
 
   __device__ SubtileAccumulators(const float (&d)[kSwapAbAccumulators], int subtile) {
     switch (subtile) {
@@ -50,10 +51,11 @@ struct SubtileAccumulators {
   template <int kSubtile>
   __device__ void move(const float (&d)[kSwapAbAccumulators]) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      float& value = of[i / 8][i % 8];
-      value = d[i / 8 * kSwapAbAccumulators / 2 + kSubtile * 8 + i % 8];
-      asm volatile("" : "+f"(value));  // register fence: moved here, not selected at each use
+    for (int i = 0; i < 8; ++i) {
+      const int at = i / 4 * kSwapAbAccumulators / 2 + kSubtile * 8 + i % 4 * 2;
+      uint32_t& word = of[i / 4][i % 4];
+      word = Pair<T>::pack(d[at], d[at + 1]);
+      asm volatile("" : "+r"(word));  // register fence: moved here, not selected at each use
     }
   }
 };
@@ -80,19 +82,15 @@ template <typename T>
 __device__ inline void dswiglu_subtile(const float (&d)[kSwapAbAccumulators], const TileFacts& rows, int subtile, int columns,
                                        uint32_t hidden, uint32_t act, float* partial_dots) {
   const SubtileLane lane;
-  const int thread = threadIdx.x % kWarpgroupThreads, warp = thread / kWarpSize, quad = thread % 4 * 2;
+  const int thread = threadIdx.x % kWarpgroupThreads, warp = thread / kWarpSize, quad = thread % 4 * 2,
+            first_row = subtile * kSubtileRows + quad;
   const bool is_whole = rows.all_have_token && columns >= kTileColumns;
   float dots[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // of four rows
   float2 weight[2];
-  uint32_t mask[2];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = subtile * kSubtileRows + half * 8 + quad;
-    weight[half] = *reinterpret_cast<const float2*>(&rows.weights[row]);
-    mask[half] = rows.all_have_token ? 0xFFFFFFFFu : rows.mask(row);
-  }
+  for (int half = 0; half < 2; ++half) weight[half] = *reinterpret_cast<const float2*>(&rows.weights[first_row + half * 8]);
   const uint32_t gates = hidden + lane.to_write, ups = gates + kSubtilePairBytes;
-  SubtileAccumulators d_act(d, subtile);
+  SubtileAccumulators<T> d_act(d, subtile);
   uint32_t gate[2][4], up[2][4];
   ldmatrix_x4_trans(gates, gate[0]);
   ldmatrix_x4_trans(ups, up[0]);
@@ -101,22 +99,20 @@ __device__ inline void dswiglu_subtile(const float (&d)[kSwapAbAccumulators], co
     if (!is_whole) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint32_t kept = 64 * block + 16 * warp + i % 2 * 8 < columns ? mask[i / 2] : 0;
+        const uint32_t kept = 64 * block + 16 * warp + i % 2 * 8 < columns ? rows.mask(first_row + i / 2 * 8) : 0;
         gate[block][i] &= kept;
         up[block][i] &= kept;
-        if (!(kept & 1)) d_act.of[block][2 * i] = 0.0f;
-        if (!(kept >> 16)) d_act.of[block][2 * i + 1] = 0.0f;
+        d_act.of[block][i] &= kept;
       }
     }
     uint32_t scaled[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = i / 2 * 2;
-      const float2 rounded = Pair<T>::unpack(Pair<T>::pack(d_act.of[block][2 * i], d_act.of[block][2 * i + 1]));
-      const float low = rounded.x, high = rounded.y;
-      const float2 made = dswiglu_pair<T>(gate[block][i], up[block][i], low, high, weight[i / 2], scaled[i]);
-      dots[row] = fmaf(made.x, low, dots[row]);
-      dots[row + 1] = fmaf(made.y, high, dots[row + 1]);
+      const float2 from = Pair<T>::unpack(d_act.of[block][i]);
+      const float2 made = dswiglu_pair<T>(gate[block][i], up[block][i], from.x, from.y, weight[i / 2], scaled[i]);
+      dots[row] = fmaf(made.x, from.x, dots[row]);
+      dots[row + 1] = fmaf(made.y, from.y, dots[row + 1]);
     }
     if (block == 0) {
       ldmatrix_x4_trans(gates + 2 * kSubtilePairBytes, gate[1]);
