@@ -10,7 +10,7 @@ r"""Bottlenecks of the kernels: hardware counters of single launches, read by Ns
 
 Every case is one eager call of the benchmark under `ncu`, whose caches are emptied before each pass; those of `gemm:*`
 are calls of `benchmarks/sweeps/grouped_gemm.py`, in one process, and those of `layer:*` both passes of a layer, by
-`benchmarks/layer/launches.py`. `gemm:*` needs no library, and layers run without one, too. A line per kernel, in
+`benchmarks/layer/launches.py`. `gemm:*` needs no library. A line per kernel, in
 layers per part of a pass: time, bytes that DRAM read and wrote, the least bytes of the operation, throughputs in
 percent of the peak, and the stalls of its warps, in cycles per issued instruction.
 """
@@ -27,8 +27,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-
-from .layer.parts import KERNELS
 
 ROOT = Path(__file__).resolve().parents[1]
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
@@ -88,8 +86,7 @@ ADDED = ("us", "dram_read_mb", "dram_write_mb")
 LAYER = "layer:"
 FLOAT8 = "-float8"  # after the name of a shape
 LAYER_SHAPES = ("ernie-21b", "ernie-300b-4k", "dsv3-4k", "qwen3-30b", "ernie-21b" + FLOAT8)
-# Launches carry names of library entries (grouped_product, grouped_float8, grouped_outer), kernels those of algorithms.
-LAYER_KERNELS = f"^({'|'.join(KERNELS)}|grouped_gemm_|grouped_wgrad)"
+LAYER_KERNELS = "^(grouped_|move_pieces|fused|sum_|row_sums|quantize_)"
 
 GEMM = "gemm:"
 GEMM_SHAPE = "dsv3"
@@ -142,12 +139,11 @@ def profile_gemm(names: list[str], folder: Path) -> tuple[dict, list[dict]]:
     return machine, lines
 
 
-def profile_layer(shape: str, core_library: Path | None, folder: Path) -> tuple[dict, list[dict]]:
+def profile_layer(shape: str, core_library: Path, folder: Path) -> tuple[dict, list[dict]]:
     """The machine line, and the counters of each part of both passes, added up or averaged over the time."""
     command = ["-m", "benchmarks.layer.launches", "--shape", shape.removesuffix(FLOAT8)]
     command += ["--float8"] * shape.endswith(FLOAT8)
-    if core_library is not None:
-        command += ["--core-library", str(core_library)]
+    command += ["--core-library", str(core_library)]
     (machine, *rows), launches = counters(command, LAYER_KERNELS, slice(None), GEMM_METRICS, folder)
     parts: dict[tuple[str, str], list[tuple[dict, dict]]] = {}
     for row, found in zip(rows, launches, strict=True):

@@ -16,7 +16,7 @@ from paddle import Tensor
 __all__ = ["Native", "native"]
 
 
-def _no_plan(*_: Any) -> tuple[int, ...]:
+def _no_plan(*_: Any) -> Any:
     raise RuntimeError("this needs the compiled operators")
 
 
@@ -50,7 +50,8 @@ class Native:
         carries_graph: of values of any type; True if one is a tensor that requires a gradient, or None if one is a
             container, which would have to be searched.
         recordings: a `triton.native_recording.Functions`, or None.
-        layer_plan: of sizes; returns the choices of csrc/paddle/layer_plan.cc for the current GPU.
+        layer_takes: of tokens and sizes; returns whether the library has kernels for a layer.
+        layer_plan: of sizes; returns the library's choices for a layer on the current GPU.
     """
 
     def __init__(self) -> None:
@@ -59,6 +60,7 @@ class Native:
         self.was_changed: Callable[[Any], bool] = _was_changed
         self.carries_graph: Callable[..., bool | None] = _carries_graph
         self.recordings: Any = None
+        self.layer_takes: Callable[..., bool] = _no_plan
         self.layer_plan: Callable[..., tuple[int, ...]] = _no_plan
 
     def load(self, module: Any) -> None:
@@ -66,7 +68,8 @@ class Native:
         if hasattr(module, "_facts"):
             self.facts, self.watch, self.was_changed = module._facts, module._watch, module._was_changed
             self.carries_graph = module._carries_graph
-            self.recordings, self.layer_plan = _Recordings(module), module._layer_plan
+            self.recordings = _Recordings(module)
+            self.layer_takes, self.layer_plan = module._layer_takes, module._layer_plan
 
 
 class _Recordings:

@@ -12,7 +12,7 @@ import paddle
 from paddle import Tensor
 from paddle.jit.marker import unified
 
-from ._graphs import filled, is_graph_value, untraced
+from ._graphs import is_graph_value, untraced
 from ._matrices import Matrices, listed
 from .backends import OPERATORS, explain_operators, resolve
 from .backends.autograd import wants_gradient
@@ -95,15 +95,9 @@ def _lines_of_layer(arguments: tuple[Any, ...], options: dict[str, Any]) -> list
             _kept(call, matrices, any(wanted)),
             *call.backend.explain_moe_mlp(*call.operands[:4], call.spec, wanted),
         ]
-    if call.spec.compute is None:
-        what = f"grouped_gemm, {given['activation']}, grouped_gemm and unpermute"
-        parts: tuple[str, ...] = ("grouped_gemm", "unpermute")
-        kept = "kept: what each of these calls keeps; keep and workspace_mb make no difference"
-    else:
-        what = "quantised values, which grouped_gemm multiplies in float32"
-        parts, kept = ("quantize_1x128", "permute", "grouped_gemm", "unpermute"), _kept(call, matrices, any(wanted))
-        tokens = filled([0, 0], 0, "float32", like=tokens)
-    runs = ", ".join(f"{each} on {_backend_of(each, tokens)}" for each in parts)
+    what = f"grouped_gemm, {given['activation']}, grouped_gemm and unpermute"
+    kept = "kept: what each of these calls keeps; keep and workspace_mb make no difference"
+    runs = ", ".join(f"{each} on {_backend_of(each, tokens)}" for each in ("grouped_gemm", "unpermute"))
     return [f"{_LAYER}: {what}", f"why: {call.why_composed}", f"parts: {runs}", kept]
 
 

@@ -15,7 +15,7 @@ from paddle import Tensor, nn
 
 from . import _checks
 from ._activations import ACTIVATIONS, activate
-from ._graphs import GraphValue, is_graph_value, is_on_gpu, known_sizes, public, to_dtype
+from ._graphs import is_graph_value, is_on_gpu, known_sizes, public, to_dtype
 from ._matrices import Matrices, each_of, in_dtype, listed, matrices, named
 from ._native import native
 from ._quick import quick_moe_mlp
@@ -78,9 +78,9 @@ def moe_mlp(
     in chunks, in a buffer of ``workspace_mb``. A second backward pass through the same graph of dygraph raises. Lists
     of matrices are treated as in `grouped_gemm`.
 
-    On a GPU of compute capability 9.0, if d and n are multiples of 8 and nothing is accumulated, this layer is one
-    operator of the compiled library, in dygraph and in graphs: a token has the same bits in every batch, gradients of x
-    included. There is no host synchronisation. On other GPUs Triton runs it in dygraph.
+    On a GPU of compute capability 9.0, if d and n are multiples of 8, the compiled library runs this layer, in dygraph
+    and in graphs: a token has the same bits in every batch, gradients of x included. There is no host synchronisation.
+    On other GPUs Triton runs it in dygraph.
 
     In a graph, and in dygraph where Triton does not run, the same operator runs on all devices, so a program that was
     saved on one runs on another. Without kernels its GEMMs are Paddle's matmul, expert by expert, with a host
@@ -126,8 +126,7 @@ def moe_mlp(
             GEMMs are quantised with a scale for each 128 columns, matrices in each pass with a scale for each 128 x 128
             elements. The wgrad GEMMs have operands in the dtype of ``x``. Only for SwiGLU without biases. GPUs of
             compute capability 9.0 have kernels for bfloat16 with d a multiple of 16 and n a multiple of 128. Otherwise
-            quantised values are multiplied in float32, which takes longer than ``None``. In a graph it is an operator
-            of the compiled library, which stacks lists of matrices.
+            quantised values are multiplied in float32, which takes longer than ``None``. It needs the compiled library.
         float8_matrices: with ``compute`` in dygraph, the store that keeps quantised matrices from one call to the next,
             see `Float8Matrices`; None: each pass quantises those that it needs.
 
@@ -139,7 +138,7 @@ def moe_mlp(
         ValueError: an argument of the wrong value or shape; ``accumulate`` in a static graph, or with a matrix or a
             bias that is not a leaf or whose ``main_grad`` does not fit; ``compute`` with biases or with another
             activation; ``keep="h_fp8"`` or ``float8_matrices`` without ``compute``, or the latter in a static graph or
-            made of other matrices; ``compute`` in a graph if the compiled library has no operators.
+            made of other matrices; ``compute`` where the compiled library has no operators.
     """
     options = activation, transpose, weights_by, keep, workspace_mb, accumulate
     call = prepared(x, plan, probs, gate_up, down, *options, gate_up_bias, down_bias, compute, float8_matrices)
@@ -153,10 +152,6 @@ def outputs_of(call: Prepared) -> Tensor:
     spec, plan = call.spec, call.spec.plan
     if call.why_composed is None:
         return call.backend.moe_mlp(tokens, gate_up, down, weights, spec)
-    if spec.compute is not None:
-        from ._float8_mlp import composed_float8  # imported late: needs ml_dtypes, which may be missing
-
-        return composed_float8(tokens, gate_up, down, weights, spec)
     if spec.accumulates:
         gate_up, down = (_accumulated_matrices(each, call.backend.takes_lists) for each in (gate_up, down))
         gate_up_bias, down_bias = _accumulated_biases(gate_up_bias, down_bias)
@@ -275,8 +270,8 @@ def prepared_layer(
         why_composed: str | None = "only SwiGLU without biases is one layer"
     else:
         why_composed = backend.why_composed(tokens, gate_up, down, spec)
-    if compute is not None and why_composed is not None and isinstance(tokens, GraphValue):
-        _checks.bad_value(_NAME, "compute", "None in a graph without the compiled library", repr(compute))
+    if compute is not None and why_composed is not None:
+        _checks.bad_value(_NAME, "compute", f"None, since {why_composed}", repr(compute))
     operands = tokens, gate_up, down, weights, gate_up_bias, down_bias
     return Prepared(backend, operands, spec, activation, why_composed)
 

@@ -4,36 +4,23 @@
 
 from __future__ import annotations
 
-import ctypes
 import subprocess
 from collections.abc import Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from paddle_moe_ops.triton.hopper_float8 import float8_kernels_of
-from paddle_moe_ops.triton.hopper_outer import grouped_outer_of
-from paddle_moe_ops.triton.hopper_product import grouped_product_of
 from paddle_moe_ops.triton.launch.kernel_cache import KernelCache
 
 __all__ = ["TorchDevice", "gpu_facts"]
 
 
 class TorchDevice:
-    """A `triton.launch.device.Device`: the current GPU and stream of PyTorch, whose Triton driver is the default one.
+    """A `triton.launch.device.Device`: the current GPU and stream of PyTorch, with its Triton driver."""
 
-    Args:
-        core_library: a libpmo_core.so whose kernels for Hopper are used, or None.
-    """
-
-    def __init__(self, core_library: Path | None = None) -> None:
+    def __init__(self) -> None:
         self._kernels = KernelCache()
-        library = None if core_library is None else ctypes.CDLL(str(core_library))
-        self.grouped_product = None if library is None else grouped_product_of(library)
-        self.grouped_outer = None if library is None else grouped_outer_of(library)
-        self.grouped_float8 = None if library is None else float8_kernels_of(library)
 
     def empty(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="cuda")

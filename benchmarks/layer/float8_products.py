@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from tests.core.operators.grouped_gemm import AMAX_MIN, GROUP, PING_PONG, Float8Params, Result
 
 import benchmarks.without_paddle  # noqa: F401  before the imports that need it
 from benchmarks.kernels.cuda_timer import CudaTimer
@@ -44,16 +45,14 @@ from benchmarks.kernels.device import Body, Captured
 from benchmarks.kernels.results import text_of
 from benchmarks.kernels.torch_device import TorchDevice, gpu_facts
 from benchmarks.spread import time_fields
-from paddle_moe_ops.triton.float8_mlp import quantize_experts
 from paddle_moe_ops.triton.gemm.schedule import schedule
 from paddle_moe_ops.triton.gemm.types import Groups, Target
-from paddle_moe_ops.triton.hopper_float8 import AMAX_MIN, GROUP, Codes, float8_product
-from paddle_moe_ops.triton.hopper_product import GATED, PLAIN, TILE_ROWS
 from paddle_moe_ops.triton.launch.device import ITEM_BYTES, address
 from paddle_moe_ops.triton.ops.permute import permute_chunk
 from paddle_moe_ops.triton.ops.quantize import quantize
 
 from .inputs import Inputs
+from .library import Codes, Library, address_of
 from .peers import PaddedRows, deep_gemm
 from .shapes import SHAPES, Shape
 
@@ -68,7 +67,7 @@ class Operands:
     """The operands of both GEMMs of a layer in float8.
 
     Attributes:
-        device: device of our kernels.
+        device: device of our Triton kernels.
         sizes: int32 [E], rows of each expert.
         weights: float32 [M], of the rows.
         rows: codes and scales of the rows of each GEMM, in expert order.
@@ -76,19 +75,17 @@ class Operands:
     """
 
     def __init__(self, shape: Shape, core_library: Path | None) -> None:
-        i, self.shape, self.device = Inputs(shape, "even"), shape, TorchDevice(core_library)
-        if self.device.grouped_float8 is None:
-            raise SystemExit("the products need --core-library, a libpmo_core.so with kernels for Hopper")
+        i, self.shape, self.device, self._library = Inputs(shape, "even"), shape, TorchDevice(), Library(core_library)
         self.sizes, self.weights = i.sizes, i.row_probs
         self._maps = i.token_rows, i.row_to_token
-        self.tables = schedule(self.device, Groups(i.sizes, i.offsets), self.num_rows, TILE_ROWS)
+        self.tables = schedule(self.device, Groups(i.sizes, i.offsets), self.num_rows, PING_PONG)
         self._tokens = self._quantized(i.x)
         act = torch.randn(self.num_rows, shape.inner, device="cuda").bfloat16()
         moved = Codes(*(each.new_empty(self.num_rows, each.shape[1]) for each in self._tokens))
         self.rows = {"first": moved, "second": self._quantized(act)}
         self.gather()
-        quantized = quantize_experts(self.device, i.gate_up, i.down, transpose=False, both=False)
-        self.matrices = {"first": quantized.gate_up, "second": quantized.down}
+        self._counters = torch.zeros(2, dtype=torch.int32, device="cuda")
+        self.matrices = {"first": self._library.quantized(i.gate_up)[1], "second": self._library.quantized(i.down)[1]}
 
     @property
     def num_rows(self) -> int:
@@ -107,10 +104,37 @@ class Operands:
     def new(self, columns: int) -> torch.Tensor:
         return self.device.empty([self.num_rows, columns], "bfloat16")
 
-    def multiply(self, which: str, out: Target, result: int, **options: Any) -> None:
-        """Launch our GEMM."""
-        rows, matrix, all_rows = self.rows[which], self.matrices[which], (0, self.num_rows)
-        float8_product(self.device, rows, all_rows, matrix, self.tables, self.num_rows, out, result, **options)
+    def multiply(
+        self,
+        which: str,
+        out: Target,
+        result: Result,
+        *,
+        weights: torch.Tensor | None = None,
+        hidden: torch.Tensor | None = None,
+        made: Codes | None = None,
+    ) -> None:
+        """Launch our GEMM; a gated result is ``hidden`` and ``made``."""
+        rows, matrix, tables = self.rows[which], self.matrices[which], self.tables
+        experts, outer, inner = matrix.codes.shape
+        params = Float8Params(
+            **dict.fromkeys(("num_rows", "num_sources", "window_rows"), self.num_rows),
+            num_experts=experts,
+            inner=inner,
+            outer=outer,
+            first_column=out.first_column,
+            width=out.width,
+            amax_min=AMAX_MIN,
+            result=result,
+        )
+        arrays = {"x": rows.codes, "x_scales": rows.scales, "matrix": matrix.codes, "matrix_scales": matrix.scales}
+        arrays |= {"weights": weights, "out": out.array, "hidden": hidden, "counters": self._counters}
+        arrays |= {"first": tables.group_starts, "stop": tables.group_ends, "tiles": tables.tile_starts}
+        if made is not None:
+            arrays |= {"codes": made.codes, "scales": made.scales}
+        window = address(tables.chunk_tiles) + ITEM_BYTES["int32"] * (tables.num_chunks + 1)
+        params.point_at(window=window, **{name: address_of(each) for name, each in arrays.items()})
+        self._library.call("pmo_grouped_float8_cuda", params)
 
     def due(self, which: str, chosen: torch.Tensor) -> torch.Tensor:
         """The chosen rows of a GEMM's result, in float32 from the codes."""
@@ -148,7 +172,7 @@ class Way(NamedTuple):
 def ours(operands: Operands, which: str) -> Way:
     width = operands.matrices[which].codes.shape[1]
     out = operands.new(width)
-    return Way(functools.partial(operands.multiply, which, Target(out, 0, width), PLAIN), out)
+    return Way(functools.partial(operands.multiply, which, Target(out, 0, width), Result.PLAIN), out)
 
 
 def in_a_layer(operands: Operands, which: str, gathers: bool = False) -> Way | None:
@@ -157,7 +181,7 @@ def in_a_layer(operands: Operands, which: str, gathers: bool = False) -> Way | N
         if gathers:
             return None
         out, weights = operands.new(hidden), operands.weights
-        run = functools.partial(operands.multiply, which, Target(out, 0, hidden), PLAIN, weights=weights)
+        run = functools.partial(operands.multiply, which, Target(out, 0, hidden), Result.PLAIN, weights=weights)
         return Way(run, out, weights=weights)
     out, device, num_rows = operands.new(2 * inner), operands.device, operands.num_rows
     codes = device.empty([num_rows, inner], "float8_e4m3fn")
@@ -166,7 +190,7 @@ def in_a_layer(operands: Operands, which: str, gathers: bool = False) -> Way | N
     def first() -> None:
         if gathers:
             operands.gather()
-        operands.multiply(which, Target(None, 0, inner), GATED, hidden=out, made=made)
+        operands.multiply(which, Target(None, 0, inner), Result.GATED, hidden=out, made=made)
 
     return Way(first, out)
 

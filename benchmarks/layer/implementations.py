@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.kernels.torch_device import TorchDevice
-from paddle_moe_ops.triton.float8_mlp import moe_mlp_float8, moe_mlp_float8_backward, quantize_experts
 from paddle_moe_ops.triton.gemm.mlp import moe_mlp, moe_mlp_backward
 from paddle_moe_ops.triton.gemm.types import Groups, Layer, Tokens
 
@@ -42,37 +41,24 @@ def _by_slot(inputs: Inputs, by_row: torch.Tensor) -> torch.Tensor:
     return by_row[inputs.rows_of_slots]
 
 
-def ours(
-    inputs: Inputs,
-    keeps_hidden: bool = True,
-    workspace_mb: int = WORKSPACE_MB,
-    device: TorchDevice | None = None,
-    triton_alone: bool = False,
-    library_gradients: bool = True,
-    float8: bool = False,
-    keeps_matrices: bool = False,
-    hidden_in_float8: bool = False,
-) -> Passes:
-    """The launchers of this package's kernels on a GPU, in which everything but tokens and matrices is prepared."""
-    device, i = device or TorchDevice(None if triton_alone else inputs.core_library), inputs
-    if not library_gradients:
-        device.grouped_outer = None
+def triton_layer(inputs: Inputs, keeps_hidden: bool = True, workspace_mb: int = WORKSPACE_MB) -> Passes:
+    """The launchers of the Triton kernels, in which everything but tokens and matrices is prepared."""
+    device, i = TorchDevice(), inputs
     groups, tokens = Groups(i.sizes, i.offsets), Tokens(i.row_to_token, i.token_rows)
     layer = Layer(i.gate_up, i.down, groups, tokens, i.row_probs, False, workspace_mb << 20)
-    there, back = (moe_mlp_float8, moe_mlp_float8_backward) if float8 else (moe_mlp, moe_mlp_backward)
-    matrices = {"quantized": quantize_experts(device, i.gate_up, i.down, False)} if keeps_matrices else {}
 
     def backward(kept: Any) -> tuple[torch.Tensor, ...]:
-        made = back(device, i.d_out, i.x, kept, layer, (True,) * 4, **matrices)
+        made = moe_mlp_backward(device, i.d_out, i.x, kept, layer, (True,) * 4)
         return made.x, made.weights, made.gate_up, made.down
 
-    options = {**matrices, "hidden_in_float8": True} if hidden_in_float8 else matrices
-    return Passes(lambda: there(device, i.x, layer, keeps_hidden, **options), backward)
+    return Passes(lambda: moe_mlp(device, i.x, layer, keeps_hidden), backward)
 
 
-def library_layer(inputs: Inputs, keeps_hidden: bool = True, workspace_mb: int = WORKSPACE_MB) -> Passes:
-    """The compiled library's layer, which the operator moe_mlp runs."""
-    layer = LibraryLayer(inputs, keeps_hidden, workspace_mb)
+def ours(inputs: Inputs, **options: Any) -> Passes:
+    """The compiled library's layer, which moe_mlp runs; without a library the one on Triton."""
+    if inputs.core_library is None:
+        return triton_layer(inputs, **options)
+    layer = LibraryLayer(inputs, **options)
     return Passes(layer.forward, layer.backward)
 
 
@@ -142,16 +128,13 @@ def sonic(inputs: Inputs, tuned: bool = True) -> Passes:
 
 IMPLEMENTATIONS: dict[str, Callable[[Inputs], Passes]] = {
     "ours": ours,
-    "ours, library": library_layer,
-    "ours, library, keep x": functools.partial(library_layer, keeps_hidden=False),
-    "ours, library, 256 MiB": functools.partial(library_layer, workspace_mb=256),
-    "ours, Triton alone": lambda inputs: ours(inputs, triton_alone=True),
-    "ours, gradients of matrices by Triton": lambda inputs: ours(inputs, library_gradients=False),
-    FLOAT8: lambda inputs: ours(inputs, float8=True),
-    "ours, float8, matrices kept": lambda inputs: ours(inputs, float8=True, keeps_matrices=True),
-    "ours, float8, first product in float8": lambda inputs: ours(inputs, float8=True, hidden_in_float8=True),
-    "ours, keep x": lambda inputs: ours(inputs, keeps_hidden=False),
-    "ours, 256 MiB": lambda inputs: ours(inputs, workspace_mb=256),
+    "ours, Triton alone": triton_layer,
+    FLOAT8: functools.partial(ours, float8=True),
+    "ours, float8, matrices kept": functools.partial(ours, float8=True, keeps_matrices=True),
+    "ours, float8, first product in float8": functools.partial(ours, float8=True, hidden_in_float8=True),
+    "ours, accumulates": functools.partial(ours, accumulates=True),
+    "ours, keep x": functools.partial(ours, keeps_hidden=False),
+    "ours, 256 MiB": functools.partial(ours, workspace_mb=256),
     "torch": torch_grouped,
     "cuBLAS by expert": cublas,
     **{f"Unsloth {which}": functools.partial(unsloth, which=which) for which in range(len(UNSLOTH_CONFIGS))},

@@ -5,22 +5,65 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from tests.core.layer import Choices, Facts, Kernels, LayerParams
+from tests.core.layer import Choices, Facts, Hidden, Kernels, LayerParams
+from tests.core.operators.grouped_gemm import AMAX_MIN, GROUP, Accumulation, QuantizeBlocksParams
 from tests.core.structs import RoutingKind
 
 from .inputs import Inputs
 
-__all__ = ["LibraryLayer"]
+__all__ = ["Codes", "Library", "LibraryLayer", "address_of"]
 
 _BFLOAT16 = 2  # pmo_dtype
 
 
-def _address(tensor: torch.Tensor | None) -> int:
+class Codes(NamedTuple):
+    """Codes in float8, and their scales."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+def address_of(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def current_stream() -> ctypes.c_void_p:
+    return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+
+
+class Library:
+    """Functions of a libpmo_core.so with CUDA kernels; an error is a RuntimeError."""
+
+    def __init__(self, path: Path | None) -> None:
+        if path is None:
+            raise SystemExit("this needs --core-library, a libpmo_core.so with kernels for Hopper")
+        self.functions = ctypes.CDLL(str(path))
+        self.functions.pmo_last_error.restype = ctypes.c_char_p
+
+    def call(self, name: str, *structs: ctypes.Structure, on_stream: bool = True) -> None:
+        stream = [current_stream()] if on_stream else []
+        if getattr(self.functions, name)(*map(ctypes.byref, structs), *stream):
+            raise RuntimeError(self.functions.pmo_last_error().decode())
+
+    def quantized(self, matrix: torch.Tensor) -> tuple[Codes, Codes]:
+        """Codes and scales of [E, A, B] matrices, and of their transposes."""
+        experts, height, width = matrix.shape
+        forms = []
+        for rows, columns in ((height, width), (width, height)):
+            codes = matrix.new_empty(experts, rows, columns, dtype=torch.float8_e4m3fn)
+            scales = matrix.new_empty(experts, -(-rows // GROUP), -(-columns // GROUP), dtype=torch.float32)
+            forms.append(Codes(codes, scales))
+        params = QuantizeBlocksParams(num_matrices=experts, num_rows=height, num_columns=width, dtype=_BFLOAT16)
+        params.amax_min = AMAX_MIN
+        names = "x", "codes", "scales", "turned_codes", "turned_scales"
+        params.point_at(**dict(zip(names, map(address_of, (matrix, *forms[0], *forms[1])), strict=True)))
+        self.call("pmo_quantize_blocks_cuda", params)
+        return forms[0], forms[1]
 
 
 class LibraryLayer:
@@ -30,31 +73,60 @@ class LibraryLayer:
         inputs: the operands; `Inputs.core_library` is given.
         keeps_hidden: whether the forward pass saves H.
         workspace_mb: MiB of the chunk buffer.
+        float8: whether GEMMs have float8 operands.
+        keeps_matrices: with float8, whether both passes find their matrices quantised.
+        hidden_in_float8: with float8, whether H is saved as codes and scales.
+        accumulates: whether gradients of matrices are added to float32 tensors.
+        launched: receives the name of each launch, or None.
     """
 
-    def __init__(self, inputs: Inputs, keeps_hidden: bool, workspace_mb: int) -> None:
-        self._library = ctypes.CDLL(str(inputs.core_library))
-        self._library.pmo_last_error.restype = ctypes.c_char_p
-        self._inputs, self._keeps_hidden, self._workspace = inputs, keeps_hidden, workspace_mb << 20
-        self._kernels = Kernels.of(self._library, "cuda")
+    def __init__(
+        self,
+        inputs: Inputs,
+        keeps_hidden: bool = True,
+        workspace_mb: int = 1024,
+        float8: bool = False,
+        keeps_matrices: bool = False,
+        hidden_in_float8: bool = False,
+        accumulates: bool = False,
+        launched: list[str] | None = None,
+    ) -> None:
+        self._library = Library(inputs.core_library)
+        self._inputs, self._workspace, self._float8 = inputs, workspace_mb << 20, float8
+        self._keeps = (Hidden.KEEPS_CODES if hidden_in_float8 else Hidden.KEEPS) if keeps_hidden else Hidden.RECOMPUTES
+        self._kernels = Kernels.of(self._library.functions, "cuda", launched)
         self._gpu = ctypes.c_int32(), ctypes.c_int32()
-        self._library.pmo_gpu_facts_cuda(*map(ctypes.byref, self._gpu))
+        self._library.functions.pmo_gpu_facts_cuda(*map(ctypes.byref, self._gpu))
+        self._codes: dict[str, Codes] = {}
+        if keeps_matrices:
+            for name, matrix in (("gate_up", inputs.gate_up), ("down", inputs.down)):
+                self._codes[f"turned_{name}"], self._codes[name] = self._library.quantized(matrix)
+        self._sums = [each.float().zero_() for each in (inputs.gate_up, inputs.down)] if accumulates else None
 
-    def forward(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self) -> tuple[torch.Tensor, Any]:
         i = self._inputs
-        out = torch.empty_like(i.x)
-        hidden = i.x.new_empty(len(i.row_to_token), 2 * i.shape.inner) if self._keeps_hidden else None
-        self._run(backward=0, hidden=hidden, out=out)
-        return out, hidden
+        out, rows, columns = torch.empty_like(i.x), len(i.row_to_token), 2 * i.shape.inner
+        kept: dict[str, torch.Tensor] = {}
+        if self._keeps:
+            dtype = torch.float8_e4m3fn if self._keeps == Hidden.KEEPS_CODES else i.x.dtype
+            kept["hidden"] = i.x.new_empty(rows, columns, dtype=dtype)
+        if self._keeps == Hidden.KEEPS_CODES:
+            kept["hidden_scales"] = i.x.new_empty(rows, columns // GROUP, dtype=torch.float32)
+        self._run(0, {}, **kept, out=out)
+        return out, kept
 
-    def backward(self, hidden: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def backward(self, kept: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         i = self._inputs
-        d_x, d_gate_up, d_down, d_weights = map(torch.empty_like, (i.x, i.gate_up, i.down, i.row_probs))
+        d_x, d_weights = torch.empty_like(i.x), torch.empty_like(i.row_probs)
+        d_gate_up, d_down = self._sums or map(torch.empty_like, (i.gate_up, i.down))
         gradients = {"d_x": d_x, "d_gate_up": d_gate_up, "d_down": d_down, "d_weights": d_weights}
-        self._run(backward=1, hidden=hidden, d_out=i.d_out, **gradients)
+        adds = {}
+        if self._sums:
+            adds = dict.fromkeys(("gate_up_accumulation", "down_accumulation"), Accumulation.ADDS_FLOAT32)
+        self._run(1, adds, **kept, d_out=i.d_out, **gradients)
         return d_x, d_weights, d_gate_up, d_down
 
-    def _run(self, backward: int, **arrays: torch.Tensor | None) -> None:
+    def _run(self, backward: int, numbers: dict[str, int], **arrays: torch.Tensor) -> None:
         i, hidden_size = self._inputs, self._inputs.shape.hidden
         facts = Facts(
             num_tokens=len(i.x),
@@ -67,11 +139,13 @@ class LibraryLayer:
             num_sms=self._gpu[0].value,
             memory_gbps=self._gpu[1].value,
             backward=backward,
-            keeps_hidden=int(arrays["hidden"] is not None),
+            keeps_hidden=self._keeps,
             needs_d_weights=backward,
+            float8=int(self._float8),
+            has_codes=int(bool(self._codes)),
         )
         choices = Choices()
-        self._check(self._library.pmo_layer_plan_of(ctypes.byref(facts), ctypes.byref(choices)))
+        self._library.call("pmo_layer_plan_of", facts, choices, on_stream=False)
         workspace = torch.empty(choices.bytes, dtype=torch.uint8, device="cuda")
         params = LayerParams(
             slots_per_token=i.token_rows.shape[1],
@@ -79,15 +153,12 @@ class LibraryLayer:
             d_out_row_stride=hidden_size,
             sizes_kind=RoutingKind.IDS32,
             offsets_kind=RoutingKind.IDS32,
+            **numbers,
         )
         operands: dict[str, Any] = {"x": i.x, "gate_up": i.gate_up, "down": i.down, "weights": i.row_probs}
         maps = {"token_rows": i.token_rows, "row_to_token": i.row_to_token, "sizes": i.sizes, "offsets": i.offsets}
         given = {**operands, **maps, **arrays, "workspace": workspace}
-        params.point_at(**{name: _address(each) for name, each in given.items()})
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        pointers = map(ctypes.byref, (facts, params, self._kernels))
-        self._check(self._library.pmo_layer_run(*pointers, stream))
-
-    def _check(self, status: int) -> None:
-        if status:
-            raise RuntimeError(self._library.pmo_last_error().decode())
+        for name, (codes, scales) in self._codes.items():
+            given |= {f"{name}_codes": codes, f"{name}_scales": scales}
+        params.point_at(**{name: address_of(each) for name, each in given.items()})
+        self._library.call("pmo_layer_run", facts, params, self._kernels)

@@ -8,21 +8,19 @@ from collections.abc import Sequence
 
 from .shapes import Shape
 
-__all__ = ["KERNELS", "flops_of", "parts_of"]
+__all__ = ["flops_of", "parts_of"]
 
+# Functions of pmo_layer_kernels.
 _SIMPLE = {
-    "schedule_kernel": "tiles of experts",
-    "permute_kernel": "rows moved",
-    "permute_and_sum_kernel": "rows moved",
-    "unpermute_kernel": "sums",
-    "row_sums_kernel": "gradients of weights",
-    "swiglu_gradient_kernel": "gradient of SwiGLU",
-    "quantize_kernel": "tokens in float8",
+    "tables": "tiles of experts",
+    "permute": "rows moved",
+    "unpermute": "sums",
+    "row_sums": "gradients of weights",
+    "clear": "rows of no expert",
+    "quantize": "tokens in float8",
     "quantize_blocks": "matrices in float8",
 }
-_PRODUCTS = "grouped_gemm_kernel", "grouped_product", "grouped_float8"  # of Triton, and of the compiled library
-_OUTER_PRODUCTS = "wgrad_kernel", "grouped_outer"
-KERNELS = *_SIMPLE, *_PRODUCTS, *_OUTER_PRODUCTS
+_PRODUCTS, _OUTER_PRODUCT = ("gemm", "gemm_float8"), "wgrad"
 # The GEMMs of a pass: the last of each chunk, whose rows are summed, and the others. Each has its share of the
 # operations, in T K d n.
 _FIRST = {"forward": ("X W1, SwiGLU", 4), "backward": ("dO W2^T", 2)}
@@ -32,13 +30,13 @@ _MATRICES = ("dW2", 2), ("dW1", 4)
 
 def parts_of(which: str, launched: Sequence[str]) -> list[str]:
     """The part of a pass to which each launch belongs."""
-    gradients = [index for index, name in enumerate(launched) if name in _OUTER_PRODUCTS]
+    gradients = [index for index, name in enumerate(launched) if name == _OUTER_PRODUCT]
     parts = []
     for index, name in enumerate(launched):
         if name in _PRODUCTS:
-            is_summed = launched[index + 1 : index + 2] == ["unpermute_kernel"]
+            is_summed = launched[index + 1 : index + 2] == ["unpermute"]
             parts.append((_LAST if is_summed else _FIRST)[which][0])
-        elif name in _OUTER_PRODUCTS:  # of the second matrices first, in as many windows as those of the first
+        elif name == _OUTER_PRODUCT:  # of the second matrices first, in as many windows as those of the first
             parts.append(_MATRICES[2 * gradients.index(index) >= len(gradients)][0])
         else:
             parts.append(_SIMPLE[name])

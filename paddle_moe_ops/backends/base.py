@@ -358,15 +358,6 @@ class Kernels(Verbs, Protocol):
         attribute ``overwrites_hidden``: whether the gradient overwrites the second result.
         """
 
-    def multiplies_float8(self, x: Tensor, down: Matrices, transpose: bool) -> bool:
-        """True if `moe_mlp` can compute on float8 operands; only in kernels with that verb."""
-
-    def quantize_experts(self, gate_up: Tensor, down: Tensor, transpose: bool, both: bool) -> Any:
-        """Quantise the matrices for ``spec.quantized`` of `moe_mlp`, with ``both`` also for its gradient."""
-
-    def for_both_passes(self, quantized: Any) -> Any:
-        """Extend a result of `quantize_experts` to one with ``both``; returns it unchanged if it is one."""
-
     def moe_mlp_backward(
         self,
         d_out: Tensor,

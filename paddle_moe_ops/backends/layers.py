@@ -1,68 +1,91 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of SwiGLU experts as one operator of the compiled library, for backends whose GEMMs it replaces."""
+"""A layer of SwiGLU experts by the compiled library: as one operator, or as a node that calls its passes.
+
+The operator serves dygraph and graphs alike. In dygraph a node does what operators cannot: it adds gradients of
+matrices to existing ones, keeps quantised matrices from one call to the next, and the first GEMM's output as codes.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import paddle
 from paddle import Tensor
 
-from .._graphs import GraphValue, float32, to_dtype, without_autocast
+from .._graphs import GraphValue, dense, float32, to_dtype, without_autocast
 from .._native import native
 from . import compiled
-from .base import Matrices, MlpSpec, Validation
+from .accumulation import put
+from .base import Matrices, MlpSpec, Tensors, Validation
+from .experts import connected_mlp
 from .groups import check_plan_groups
 from .stacking import stack_or_view
-from .triton_arrays import device_of
 
-__all__ = ["LayerOperators", "explain_operator", "layer_by_operator", "runs_by_operator"]
+__all__ = ["LayerOperators", "has_layer_kernels", "layer_operators"]
 
 _NAME = "moe_mlp"
-_MULTIPLE = 8  # of d and n, for the library's kernels
+_OPERATOR = f"the operator {_NAME} of the compiled library"
+_RECOMPUTES, _KEEPS, _KEEPS_CODES = range(3)  # pmo_layer_hidden
+_SWAP_AB_ROWS = 160  # PMO_GROUPED_TURNED_ROWS
+_FORMS = 4  # codes and scales of two matrices for one pass
 
 
-def runs_by_operator(x: Tensor, down: Matrices, spec: MlpSpec) -> bool:
-    """Return whether the library's kernels compute all GEMMs of a layer, so that its operator runs it."""
-    from ..triton.gemm.gpu_facts import gpu_at
-    from ..triton.hopper_product import most_library_rows
-
+def has_layer_kernels(x: Tensor, down: Matrices, spec: MlpSpec) -> bool:
+    """Return whether the library has kernels for all GEMMs of a layer, on the device of its tokens."""
     matrix = down if isinstance(down, Tensor) else down[0]
-    if spec.compute is not None or spec.accumulates or not compiled.has_operators(x) or matrix.dtype != x.dtype:
+    if not compiled.has_operators(x) or matrix.dtype != x.dtype:
         return False
-    if any(size % _MULTIPLE for size in matrix.shape[-2:]) or 0 in matrix.shape[-2:]:
-        return False
-    return most_library_rows(device_of(x, matrix), gpu_at(matrix.data_ptr())) > 0
+    inner = matrix.shape[-1 if spec.transpose else -2]
+    return native.layer_takes(x, spec.plan.num_rows, len(down), x.shape[1], inner, int(spec.compute is not None))
 
 
-def layer_by_operator(x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec) -> Tensor:
-    """`Backend.moe_mlp` by the operator."""
-    plan, in_graph = spec.plan, isinstance(x, GraphValue)
+def why_not_by_library(x: Tensor, gate_up: Matrices, down: Matrices, spec: MlpSpec) -> str | None:
+    """Return the reason why the library does not run a layer as one, or None if it does."""
+    if not compiled.has_operators(x):
+        return "the compiled library has no operators there"
+    if spec.compute is not None or (not isinstance(x, GraphValue) and has_layer_kernels(x, down, spec)):
+        return None
+    if spec.accumulates:
+        return "without kernels, the library's operator does not accumulate"
+    for each in (gate_up, down):
+        if not isinstance(each, (Tensor, GraphValue)) or each.dtype != x.dtype:
+            return "the library's operator takes one tensor each of gate_up and down, of the tokens' dtype"
+    return None
+
+
+def layer_by_library(x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec) -> Tensor:
+    """`Backend.moe_mlp` where `why_not_by_library` has no reason against it."""
+    in_graph = isinstance(x, GraphValue)
     if spec.validation != Validation.OFF and not in_graph:
-        check_plan_groups(plan)
+        check_plan_groups(spec.plan)
     with without_autocast():
-        by_slot = weights is not None and spec.weights_by_slot
-        if weights is None:
-            weights = paddle.ones_like(plan.row_to_token, dtype="float32")
-        tokens, gate_up, down = x, _stacked(gate_up, in_graph), _stacked(down, in_graph)
-        if gate_up.dtype != x.dtype or down.dtype != x.dtype:
-            tokens, gate_up, down = float32(x), float32(gate_up), float32(down)
-        # a graph may run its backward pass twice, and checks no versions
-        out = compiled.moe_mlp(
-            tokens,
-            gate_up,
-            down,
-            weights,
-            plan,
-            transpose=spec.transpose,
-            keeps_hidden=spec.keeps_hidden,
-            workspace=spec.workspace,
-            in_place=not in_graph,
-            by_slot=by_slot,
-            float8=spec.compute is not None,
-        )
-        return to_dtype(out, x.dtype)
+        if in_graph or (spec.compute is None and not spec.accumulates):
+            return _by_operator(x, gate_up, down, weights, spec, in_graph)
+        kernels = _on_kernels if has_layer_kernels(x, down, spec) else _by_matmul
+        tokens, gate_up, down = _in_one_dtype(x, gate_up, down)
+        return to_dtype(connected_mlp(kernels, tokens, gate_up, down, weights, spec), x.dtype)
+
+
+def _by_operator(
+    x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec, in_graph: bool
+) -> Tensor:
+    tokens, gate_up, down = _in_one_dtype(x, _stacked(gate_up, in_graph), _stacked(down, in_graph))
+    # a graph may run its backward pass twice, and checks no versions
+    out = compiled.moe_mlp(
+        tokens,
+        gate_up,
+        down,
+        _ones(spec.plan) if weights is None else weights,
+        spec.plan,
+        transpose=spec.transpose,
+        keeps_hidden=spec.keeps_hidden,
+        workspace=spec.workspace,
+        in_place=not in_graph,
+        by_slot=weights is not None and spec.weights_by_slot,
+        float8=spec.compute is not None,
+    )
+    return to_dtype(out, x.dtype)
 
 
 def _stacked(given: Matrices, in_graph: bool) -> Tensor:
@@ -71,19 +94,136 @@ def _stacked(given: Matrices, in_graph: bool) -> Tensor:
     return paddle.stack(given) if in_graph else stack_or_view(given, _NAME)
 
 
-def explain_operator(x: Tensor, down: Matrices, spec: MlpSpec, wanted: tuple[bool, bool, bool, bool]) -> list[str]:
-    """The lines of `explain` on the operator's chunks and kernels, on a GPU with kernels."""
-    from ..triton.hopper_product import TURNED_ROWS
+def _in_one_dtype(x: Tensor, gate_up: Matrices, down: Matrices) -> tuple[Any, ...]:
+    """The operands, in float32 unless they have one dtype."""
+    given: Any = gate_up, down
+    if all(part.dtype == x.dtype for each in given for part in (each if isinstance(each, (list, tuple)) else [each])):
+        return x, gate_up, down
+    return float32(x), _wide(gate_up), _wide(down)
 
-    experts = len(down)
+
+def _wide(given: Matrices) -> Matrices:
+    return [float32(each) for each in given] if isinstance(given, (list, tuple)) else float32(given)
+
+
+def _ones(plan: Any) -> Tensor:
+    return paddle.ones_like(plan.row_to_token, dtype="float32")
+
+
+class LayerKernels:
+    """The passes of a layer in dygraph, of `base.Kernels`.
+
+    Args:
+        has_kernels: whether the library has kernels for the layers. Otherwise GEMMs are Paddle's matmul; they multiply
+            fake-quantised values, which are the same matrices for both passes.
+    """
+
+    def __init__(self, has_kernels: bool) -> None:
+        self.name = "compiled" if has_kernels else "matmul"
+        self.overwrites_hidden = has_kernels
+
+    def quantize_experts(self, gate_up: Tensor, down: Tensor, transpose: bool, both: bool) -> Tensors:
+        """Codes and scales of both matrices for the forward pass, then the backward pass; or fake-quantised values."""
+        if not self.overwrites_hidden:
+            return tuple(compiled.direct("near_blocks", each)[0] for each in (gate_up, down))
+        forward: list[Tensor] = []
+        backward: list[Tensor] = []
+        for each in (gate_up, down):
+            straight_and_turned = compiled.direct("quantize_matrices", each, transpose or both, both or not transpose)
+            pairs = straight_and_turned[:2], straight_and_turned[2:]
+            forward += pairs[0 if transpose else 1]
+            backward += pairs[1 if transpose else 0]
+        return (*forward, *backward) if both else tuple(forward)
+
+    def for_both_passes(self, quantized: Tensors) -> Tensors:
+        if len(quantized) != _FORMS or not self.overwrites_hidden:
+            return quantized
+        return (*quantized, *map(_transposed, quantized))
+
+    def moe_mlp(
+        self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool
+    ) -> tuple[Tensor, Tensors, Tensor | None, None]:
+        keep = _RECOMPUTES
+        if keeps and spec.keeps_hidden:
+            keep = _KEEPS_CODES if spec.hidden_in_float8 else _KEEPS
+        gate_up_codes, down_codes, *_ = self._codes(spec)
+        numbers = *self._options(weights, spec), keep
+        operands = _operands(x, gate_up, down, weights, spec)
+        out, *hidden = compiled.direct("layer_forward", *operands, *gate_up_codes, *down_codes, *numbers)
+        return out, tuple(each for each in hidden if each is not None), weights, None
+
+    def moe_mlp_backward(
+        self,
+        d_out: Tensor,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        weights: Tensor | None,
+        hidden: Tensors,
+        tables: None,
+        spec: MlpSpec,
+        wanted: tuple[bool, bool, bool, bool],
+        destinations: tuple[Any, Any],
+    ) -> tuple[Tensor | None, ...]:
+        gate_up_codes, _, turned_gate_up, turned_down = self._codes(spec)
+        sums = [None if each is None or not self.overwrites_hidden else each.tensor for each in destinations]
+        made = compiled.direct(
+            "layer_backward",
+            *_operands(x, gate_up, down, weights, spec),
+            *(*gate_up_codes, *turned_gate_up, *turned_down, *(*hidden, None, None)[:2]),
+            *(d_out, *sums, *self._options(weights, spec), *wanted),
+        )
+        gradients = list(made)
+        for index, destination in enumerate(destinations, 1):
+            if destination is not None and gradients[index] is not None:
+                put(destination, gradients[index])
+                gradients[index] = None
+        return tuple(gradients)
+
+    def _codes(self, spec: MlpSpec) -> tuple[tuple[Tensor | None, Tensor | None], ...]:
+        """Codes and scales of gate_up and down, then those of the backward pass; None where a pass quantises them."""
+        given = spec.quantized
+        if given is None:
+            return ((None, None),) * 4
+        if not self.overwrites_hidden:
+            return tuple((each, None) for each in (*given, *given))
+        pairs = [(given[place], given[place + 1]) for place in range(0, len(given), 2)]
+        return (*pairs, *[(None, None)] * (4 - len(pairs)))
+
+    def _options(self, weights: Tensor | None, spec: MlpSpec) -> tuple[bool, bool, int, bool]:
+        by_slot = weights is not None and spec.weights_by_slot
+        return spec.transpose, by_slot, spec.workspace, spec.compute is not None
+
+
+_on_kernels, _by_matmul = LayerKernels(True), LayerKernels(False)
+
+
+def _operands(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec) -> tuple[Tensor, ...]:
+    plan = spec.plan
+    maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets, plan.slot_to_row
+    return x, gate_up, down, _ones(plan) if weights is None else weights, *maps
+
+
+def _transposed(codes_or_scales: Tensor) -> Tensor:
+    """Codes or scales of the transposed matrices."""
+    dtype = codes_or_scales.dtype
+    numbers = codes_or_scales.view("uint8") if dtype == paddle.float8_e4m3fn else codes_or_scales
+    return dense(numbers.transpose([0, 2, 1])).view(dtype)
+
+
+def explain_library(x: Tensor, down: Matrices, spec: MlpSpec, wanted: tuple[bool, bool, bool, bool]) -> list[str]:
+    """The lines of `explain` on chunks and kernels of a layer, on a GPU with kernels."""
+    float8 = spec.compute is not None
     inner = down[0].shape[-1 if spec.transpose else -2]
-    keeps = spec.keeps_hidden and any(wanted)
-    sizes = x.shape[0], spec.plan.num_rows, experts, x.shape[1], inner, spec.workspace
-    plans = [_Choices(*native.layer_plan(*sizes, backward, keeps, wanted[3])) for backward in (0, 1)]
-    lines = ["runs as: the operator moe_mlp of the compiled library"]
+    keep = (_KEEPS_CODES if spec.hidden_in_float8 else _KEEPS) if spec.keeps_hidden and any(wanted) else _RECOMPUTES
+    sizes = x.shape[0], spec.plan.num_rows, len(down), x.shape[1], inner, spec.workspace
+    options = keep, wanted[3], float8, spec.quantized is not None
+    plans = [_Choices(*native.layer_plan(*sizes, backward, *options)) for backward in (0, 1)]
+    how = "both passes of the compiled library, called by a node" if float8 or spec.accumulates else _OPERATOR
+    lines = [f"runs as: {how}"]
     for name, plan in zip(("forward", "backward")[: 1 + any(wanted)], plans, strict=False):
         chunks = plan.row_chunks or "none, GEMMs gather token rows"
-        sums = "swap-AB" if plan.sum_tile_rows == TURNED_ROWS else "ping-pong"
+        sums = "float8" if float8 else "swap-AB" if plan.sum_tile_rows == _SWAP_AB_ROWS else "ping-pong"
         columns = -(-x.shape[1] // plan.chunk_columns)
         lines.append(
             f"{name}: workspace {plan.num_bytes / 2**20:.1f} MiB; chunks of rows: {chunks}; "
@@ -102,27 +242,20 @@ class _Choices(NamedTuple):
 
 
 class LayerOperators:
-    """A layer of experts as one operator of the library, for a backend that runs on every device."""
-
-    def unavailable(self) -> str | None:
-        return None
-
-    def cannot_run_on(self, tensor: Tensor) -> str | None:
-        return None
+    """A layer of experts by the library, for a backend that runs on every device."""
 
     def why_composed(self, x: Tensor, gate_up: Matrices, down: Matrices, spec: MlpSpec) -> str | None:
-        in_graph = isinstance(x, GraphValue)
-        if not compiled.has_operators(x):
-            return "the compiled library has no operators there"
-        if spec.compute is not None:
-            # In dygraph, calls may cache float8 matrices, and each matrix of a list has its own gradient.
-            return None if in_graph else "float8 layers are the library's operator in graphs alone"
-        if spec.accumulates:
-            return "the library's operator does not accumulate"
-        for each in (gate_up, down):
-            if not isinstance(each, (Tensor, GraphValue)) or each.dtype != x.dtype:
-                return "the library's operator takes one tensor each of gate_up and down, of the tokens' dtype"
-        return None
+        return why_not_by_library(x, gate_up, down, spec)
+
+    def explain_moe_mlp(
+        self, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec, wanted: Any
+    ) -> list[str]:
+        if isinstance(x, GraphValue) or not has_layer_kernels(x, down, spec):
+            return ["GEMMs: the library's kernels or Paddle's matmul, by the table in docs/backends.md"]
+        return explain_library(x, down, spec, wanted)
 
     def moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec) -> Tensor:
-        return layer_by_operator(x, gate_up, down, weights, spec)
+        return layer_by_library(x, gate_up, down, weights, spec)
+
+
+layer_operators = LayerOperators()

@@ -47,9 +47,6 @@ class MatmulBackend(LayerOperators):
     def cannot_run_on(self, tensor: Tensor) -> str | None:
         return None
 
-    def explain_moe_mlp(self, *call: Any) -> list[str]:
-        return ["products: the library's kernels or Paddle's matmul, by the table in docs/backends.md"]
-
     def grouped_gemm(
         self,
         x: Tensor,

@@ -16,7 +16,6 @@ from .accumulation import put
 from .arrays import numpy_dtype, to_numpy, to_tensor
 from .base import (
     GemmSpec,
-    Matrices,
     MlpSpec,
     MoePermuteSpec,
     MoeUnpermuteSpec,
@@ -291,9 +290,6 @@ class ReferenceKernels:
 
     def explain_moe_mlp(self, *call: Any) -> list[str]:
         return []
-
-    def multiplies_float8(self, x: Tensor, down: Matrices, transpose: bool) -> bool:
-        return True
 
     def quantize_experts(self, gate_up: Tensor, down: Tensor, transpose: bool, both: bool) -> tuple[Tensor, Tensor]:
         return gate_up.clone(), down.clone()  # the oracle quantises in each call

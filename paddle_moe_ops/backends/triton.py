@@ -32,7 +32,7 @@ from .base import (
 )
 from .gradients import WithGradients
 from .host_checks import check_chunks, host_chunk_rows, host_route
-from .layers import explain_operator, layer_by_operator, runs_by_operator
+from .layers import has_layer_kernels, layer_operators
 from .triton_arrays import aligned, dense_rows, device_of
 from .triton_products import ProductKernels
 
@@ -378,18 +378,21 @@ def _check_rowmap(rowmap: Tensor, pad_offsets: Tensor | None, num_rows: int, spe
 
 
 class TritonBackend(WithGradients):
-    """The kernels with their gradients; a layer is the library's operator if its kernels compute all GEMMs of it."""
+    """The kernels with gradients; the compiled library runs layers for which it has kernels, and all float8 ones."""
+
+    def why_composed(self, x: Tensor, gate_up: Matrices, down: Matrices, spec: MlpSpec) -> str | None:
+        return None if spec.compute is None else layer_operators.why_composed(x, gate_up, down, spec)
 
     def moe_mlp(self, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec) -> Tensor:
-        if runs_by_operator(x, down, spec):
-            return layer_by_operator(x, gate_up, down, weights, spec)
+        if spec.compute is not None or has_layer_kernels(x, down, spec):
+            return layer_operators.moe_mlp(x, gate_up, down, weights, spec)
         return super().moe_mlp(x, gate_up, down, weights, spec)
 
     def explain_moe_mlp(
         self, x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor | None, spec: MlpSpec, wanted: Any
     ) -> list[str]:
-        if runs_by_operator(x, down, spec):
-            return explain_operator(x, down, spec, wanted)
+        if spec.compute is not None or has_layer_kernels(x, down, spec):
+            return layer_operators.explain_moe_mlp(x, gate_up, down, weights, spec, wanted)
         return super().explain_moe_mlp(x, gate_up, down, weights, spec, wanted)
 
 

@@ -77,14 +77,6 @@ class ProductKernels:
         d_x, d_w, d_weights, d_bias = recorded(device, key, inputs, call)
         return d_x, d_w, d_weights, d_bias
 
-    def multiplies_float8(self, x: Tensor, down: Matrices, transpose: bool) -> bool:
-        from ..triton.gemm.gpu_facts import gpu_at
-        from ..triton.hopper_float8 import suits_float8
-
-        matrix = down if isinstance(down, Tensor) else down[0]
-        device, inner = device_of(x, matrix), matrix.shape[-1 if transpose else -2]
-        return suits_float8(device, gpu_at(matrix.data_ptr()), device.dtype_name(x), x.shape[1], inner)
-
     def explain_moe_mlp(
         self,
         x: Tensor,
@@ -94,14 +86,11 @@ class ProductKernels:
         spec: MlpSpec,
         wanted: tuple[bool, bool, bool, bool],
     ) -> list[str]:
-        from ..triton.float8_mlp import quantize_experts
         from ..triton.launch.dry_run import DryRun
 
         device, sources = DryRun(device_of(x)), (_stacked(gate_up), _stacked(down))
-        if spec.quantized is not None:  # another device: not every call quantises
-            spec = spec._replace(quantized=_flat(quantize_experts(DryRun(device), *sources, spec.transpose)))
         options = "moe_mlp", any(wanted), any(wanted) and spec.keeps_hidden, *_options(spec)
-        out, *hidden, by_row, tables = _recorded_mlp(
+        out, hidden, by_row, tables = _recorded_mlp(
             device, options, _operands_of_layer(x, *sources, weights, spec), spec
         )
         lines = [_chunks_text(DryRun(device), x, *sources, spec), f"forward: {_counted(device.launches)}"]
@@ -110,21 +99,11 @@ class ProductKernels:
             into: Any = [None, None]
             if spec.accumulates:  # a first call, which has no gradients to accumulate to, differs
                 into = [(device.empty(each.shape, "float32"), True) for each in sources]
-            others = *hidden, tables, *(each and each[0] for each in into)
+            others = hidden, tables, *(each and each[0] for each in into)
             operands = _operands_of_layer(x, *sources, weights if by_row is None else by_row, spec)
             _recorded_mlp_backward(device, options, out, others, operands, spec, wanted, tuple(into))
             lines.append(f"backward: {_counted(device.launches)}")
         return lines
-
-    def quantize_experts(self, gate_up: Tensor, down: Tensor, transpose: bool, both: bool) -> tuple[Tensor, ...]:
-        from ..triton.float8_mlp import quantize_experts
-
-        return _flat(quantize_experts(device_of(gate_up), dense(gate_up), dense(down), transpose, both))
-
-    def for_both_passes(self, quantized: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if len(quantized) > _FORWARD:
-            return quantized
-        return (*quantized, *map(_transposed, quantized))
 
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool
@@ -134,11 +113,11 @@ class ProductKernels:
             check_plan_groups(plan)
         options = "moe_mlp", keeps, keeps and spec.keeps_hidden, *_options(spec)
         operands = _operands_of_layer(x, gate_up, down, weights, spec)
-        made = repeated(device, options, (*operands, *(spec.quantized or ())))
+        made = repeated(device, options, operands)
         if made is None:
             made = _recorded_mlp(device, options, _dense(operands), spec)
-        out, *hidden, by_row, tables = made
-        return out, tuple(each for each in hidden if each is not None), weights if by_row is None else by_row, tables
+        out, hidden, by_row, tables = made
+        return out, () if hidden is None else (hidden,), weights if by_row is None else by_row, tables
 
     def moe_mlp_backward(
         self,
@@ -155,24 +134,15 @@ class ProductKernels:
     ) -> tuple[Tensor | None, ...]:
         into_gate_up, into_down = destinations
         adds = into_gate_up and into_gate_up[1], into_down and into_down[1]
-        kept = (*hidden, None, None)[:2]
-        others = *kept, tables, into_gate_up and into_gate_up[0], into_down and into_down[0]
+        others = (*hidden, None)[0], tables, into_gate_up and into_gate_up[0], into_down and into_down[0]
         device = device_of(x, gate_up)
         options = "moe_mlp_backward", wanted, adds, *_options(spec)
         operands = _operands_of_layer(x, gate_up, down, weights, spec)
-        made = repeated(device, options, (d_out, *others, *operands, *(spec.quantized or ())))
+        made = repeated(device, options, (d_out, *others, *operands))
         if made is None:
             given = dense_rows(d_out), others, _dense(operands), spec
             made = _recorded_mlp_backward(device, options, *given, wanted, destinations)
         return tuple(made)
-
-
-_FORWARD = 4  # codes and scales of two matrices
-
-
-def _flat(quantized: Any) -> tuple[Any, ...]:
-    """Codes and scales of all forms; `_quantized` is the inverse."""
-    return tuple(each for codes in quantized if codes is not None for each in codes)
 
 
 def _stacked(given: Matrices) -> Any:
@@ -189,7 +159,7 @@ def _chunks_text(device: Any, x: Tensor, gate_up: Any, down: Any, spec: MlpSpec)
     from ..triton.launch.device import cdiv
 
     layer = _layer(_operands_of_layer(x, gate_up, down, None, spec), spec)
-    run = Pass(device, layer, x, reuses_rows=False, may_gather=spec.compute is None)
+    run = Pass(device, layer, x, reuses_rows=False)
     rows = "none, products gather them" if run.gathers else run.num_chunks
     columns, size = cdiv(run.hidden, run.chunk_columns), run.buffer.shape[0] * run.item / 2**20
     return f"workspace: {size:.1f} MiB; windows of rows in the forward pass: {rows}; windows of columns: {columns}"
@@ -200,20 +170,13 @@ def _counted(launches: list[str]) -> str:
     return ", ".join(name if times == 1 else f"{name} x {times}" for name, times in Counter(launches).items())
 
 
-def _transposed(codes_or_scales: Tensor) -> Tensor:
-    """Codes or scales of the transposed matrices."""
-    dtype = codes_or_scales.dtype
-    numbers = codes_or_scales.view("uint8") if dtype == paddle.float8_e4m3fn else codes_or_scales
-    return dense(numbers.transpose([0, 2, 1])).view(dtype)
-
-
 def _options(spec: MlpSpec) -> tuple[Any, ...]:
     """Options that launches depend on besides arrays."""
-    return spec.transpose, spec.workspace, spec.compute, spec.quantized is not None, spec.hidden_in_float8
+    return spec.transpose, spec.workspace
 
 
 class _Operands(NamedTuple):
-    """Arrays that a layer's launches read, except quantised matrices; ``slots`` is slot_to_row of weights by slot."""
+    """Arrays that a layer's launches read; ``slots`` is slot_to_row of weights by slot."""
 
     x: Tensor
     gate_up: Tensor
@@ -239,9 +202,7 @@ def _dense(operands: _Operands) -> _Operands:
 
 def _recorded_mlp(device: Any, options: tuple[Any, ...], operands: _Operands, spec: MlpSpec) -> Any:
     """`ProductKernels.moe_mlp` if the call's launches may not be recorded yet."""
-    from ..triton.float8_mlp import moe_mlp_float8
     from ..triton.gemm.mlp import moe_mlp
-    from ..triton.hopper_float8 import Codes
     from ..triton.ops.rowmap import slots_to_rows
     from ..triton.recording import facts_of, recorded
 
@@ -251,17 +212,10 @@ def _recorded_mlp(device: Any, options: tuple[Any, ...], operands: _Operands, sp
         by_row = layer.weights
         if slots is not None:
             by_row = slots_to_rows(device, by_row, slots, layer.tokens.row_to_token)
-        own = layer._replace(weights=by_row)
-        if spec.compute is None:
-            out, kept = moe_mlp(device, x, own, keeps_hidden=options[2])
-        else:
-            how = {"quantized": _quantized(spec), "hidden_in_float8": spec.hidden_in_float8}
-            out, kept = moe_mlp_float8(device, x, own, keeps_hidden=options[2], **how)
-        hidden = kept.hidden if isinstance(kept.hidden, Codes) else (kept.hidden, None)
-        return out, *hidden, None if slots is None else by_row, kept.tables if options[1] else None
+        out, kept = moe_mlp(device, x, layer._replace(weights=by_row), keeps_hidden=options[2])
+        return out, kept.hidden, None if slots is None else by_row, kept.tables if options[1] else None
 
-    inputs = *operands, *(spec.quantized or ())
-    return recorded(device, (*options, *facts_of(device, *inputs)), inputs, call)
+    return recorded(device, (*options, *facts_of(device, *operands)), operands, call)
 
 
 def _recorded_mlp_backward(
@@ -275,23 +229,19 @@ def _recorded_mlp_backward(
     destinations: tuple[Any, Any],
 ) -> Any:
     """`ProductKernels.moe_mlp_backward` if the call's launches may not be recorded yet."""
-    from ..triton.float8_mlp import moe_mlp_float8_backward
     from ..triton.gemm.mlp import moe_mlp_backward
     from ..triton.gemm.types import Kept
-    from ..triton.hopper_float8 import Codes
     from ..triton.recording import facts_of, recorded
 
     layer = _layer(operands, spec)._replace(slots=operands.slots)
 
     def call(device: Any) -> tuple[Any, ...]:
-        hidden, scales, tables, *_ = others
-        kept = Kept(hidden if scales is None else Codes(hidden, scales), tables)
-        given = device, d_out, operands.x, kept, layer, wanted, destinations
-        made = moe_mlp_backward(*given) if spec.compute is None else moe_mlp_float8_backward(*given, _quantized(spec))
+        hidden, tables, *_ = others
+        made = moe_mlp_backward(device, d_out, operands.x, Kept(hidden, tables), layer, wanted, destinations)
         matrices = (each if to is None else None for each, to in zip(made[1:3], destinations, strict=True))
         return made.x, *matrices, made.weights
 
-    inputs = d_out, *others, *operands, *(spec.quantized or ())
+    inputs = d_out, *others, *operands
     return recorded(device, (*options, *facts_of(device, *inputs)), inputs, call)
 
 
@@ -307,15 +257,6 @@ def _operands(operands: tuple, maps: dict[str, Any], bias: Tensor | None) -> tup
     """Arrays that the launches of a grouped GEMM read."""
     x, w, groups = operands
     return x, w, *groups, *(maps["tokens"] or ()), maps["weights"], bias
-
-
-def _quantized(spec: MlpSpec) -> Any:
-    """Results of `ProductKernels.quantize_experts` as pairs of codes and scales, or None."""
-    from ..triton.float8_mlp import QuantizedExperts
-    from ..triton.hopper_float8 import Codes
-
-    made = spec.quantized
-    return made and QuantizedExperts(*(Codes(*made[start : start + 2]) for start in range(0, len(made), 2)))
 
 
 def _gemm_groups(spec: GemmSpec, x: Tensor) -> Any:

@@ -15,7 +15,6 @@ import struct
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from .hopper_product import LibraryKernel
 from .launch.device import ITEM_BYTES, Array, Device, cdiv
 
 __all__ = ["WORKSPACE_ALIGNMENT", "Driver", "Functions", "Repeater", "native_recording", "repeated"]
@@ -83,20 +82,16 @@ class _Target(NamedTuple):
     """The part of a launch that depends on its kernel alone, for `new_recording`.
 
     Attributes:
-        function: address or handle.
-        last_error: address of the function that says why an entry of the C core failed; 0 for CUDA's kernels.
+        function: handle.
         threads: threads of a program.
         shared_bytes: shared memory of a program.
-        name: begins the text of an error.
         scratch_bytes: memory that each program needs.
         sizes: bytes of each parameter.
     """
 
     function: int
-    last_error: int
     threads: int
     shared_bytes: int
-    name: str
     scratch_bytes: int
     sizes: list[int]
 
@@ -153,16 +148,12 @@ def _launch_words(launch: Any, target: _Target, scratch_number: int) -> list[int
         end = positions[-1] + size
     parameters = bytearray(cdiv(end, 8) * 8)
     values = launch.arguments[: len(launch.types)]
-    if target.last_error:
-        values = [end, *values]  # the size of the struct
     for position, size, value in zip(positions, target.sizes, values, strict=False):
         struct.pack_into("<q" if size == 8 else "<i", parameters, position, value)
-    shift = len(values) - len(launch.types)
-    places = [(positions[index + shift], number, offset) for index, number, offset in launch.places]
+    places = [(positions[index], number, offset) for index, number, offset in launch.places]
     if target.scratch_bytes:
         places.append((positions[len(values)], scratch_number, 0))
-    words = [target.function, target.last_error, launch.programs, target.threads, target.shared_bytes]
-    words += _counted(target.name.encode())
+    words = [target.function, launch.programs, target.threads, target.shared_bytes]
     words += _counted(array.array("q", bytes(parameters)))
     words += [*_counted(positions), len(places), *(word for place in places for word in place)]
     return words
@@ -170,9 +161,6 @@ def _launch_words(launch: Any, target: _Target, scratch_number: int) -> list[int
 
 def _target(driver: Driver, compiled: Any, types: Sequence[str]) -> _Target | None:
     sizes = [4 if kind == "i32" else 8 for kind in types]
-    if isinstance(compiled, LibraryKernel):
-        entry, last_error = compiled.addresses()
-        return _Target(entry, last_error, 1, 0, compiled.__name__, 0, [8, *sizes])
     launcher = compiled.run
     if type(launcher).__module__ != _LAUNCHERS or not hasattr(launcher, "global_scratch_size"):
         return None
@@ -188,4 +176,4 @@ def _target(driver: Driver, compiled: Any, types: Sequence[str]) -> _Target | No
     sizes += [8, 8] if hasattr(launcher, "profile_scratch_size") else [8]
     if driver.parameter_sizes(compiled.function) != sizes:
         return None
-    return _Target(compiled.function, 0, _WARP * warps, shared_bytes, "", scratch_bytes, sizes)
+    return _Target(compiled.function, _WARP * warps, shared_bytes, scratch_bytes, sizes)

@@ -141,18 +141,6 @@ class Recorder:
         self._launches: list[_Noted] = []
         self._is_repeatable = True
 
-    @property
-    def grouped_product(self) -> Any:
-        return self._device.grouped_product
-
-    @property
-    def grouped_outer(self) -> Any:
-        return self._device.grouped_outer
-
-    @property
-    def grouped_float8(self) -> Any:
-        return self._device.grouped_float8
-
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         made = self._device.empty(shape, dtype)
         self._made.append((made, tuple(shape), dtype))

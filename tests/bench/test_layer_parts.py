@@ -7,14 +7,13 @@ from __future__ import annotations
 from benchmarks.layer.parts import flops_of, parts_of
 from benchmarks.layer.shapes import Shape
 
-SCHEDULE, MOVE, PRODUCT, SUM = "schedule_kernel", "permute_kernel", "grouped_gemm_kernel", "unpermute_kernel"
-FORWARD = [SCHEDULE, MOVE, PRODUCT, MOVE, PRODUCT, PRODUCT, SUM, PRODUCT, SUM]
+MOVE, PRODUCT, SUM = "permute", "gemm", "unpermute"
+FORWARD = ["tables", MOVE, PRODUCT, MOVE, PRODUCT, PRODUCT, SUM, PRODUCT, SUM]
 BACKWARD = [
-    *(MOVE, PRODUCT, MOVE, PRODUCT, "swiglu_gradient_kernel"),
-    *("permute_and_sum_kernel", "wgrad_kernel", MOVE, "wgrad_kernel"),
-    *(MOVE, "wgrad_kernel", MOVE, "wgrad_kernel", PRODUCT, SUM),
+    *("tables", MOVE, PRODUCT, MOVE, PRODUCT, "row_sums"),
+    *(MOVE, "wgrad", MOVE, "wgrad", MOVE, "wgrad", MOVE, "wgrad", PRODUCT, SUM),
 ]
-GATHERING = ["grouped_product", "grouped_outer", "grouped_outer", "grouped_product", SUM, "row_sums_kernel"]
+GATHERING = ["gemm_float8", "row_sums", "wgrad", "wgrad", "gemm_float8", SUM]
 
 
 def test_products_of_a_pass_are_told_apart_by_the_sums_after_them():
@@ -35,14 +34,8 @@ def test_gradients_of_the_second_matrices_come_first():
     assert parts == ["dW2", "dW2", "dW1", "dW1"]
 
 
-def test_products_of_the_library_are_told_apart_in_the_same_way():
-    names = {PRODUCT: "grouped_product", "wgrad_kernel": "grouped_outer"}
-    for which, launched in (("forward", FORWARD), ("backward", BACKWARD)):
-        assert parts_of(which, [names.get(each, each) for each in launched]) == parts_of(which, launched)
-
-
-def test_a_pass_that_gathers_adds_up_gradients_of_weights_last():
-    assert parts_of("backward", GATHERING) == ["dO W2^T", "dW2", "dW1", "dH W1^T", "sums", "gradients of weights"]
+def test_products_in_float8_and_a_pass_that_gathers():
+    assert parts_of("backward", GATHERING) == ["dO W2^T", "gradients of weights", "dW2", "dW1", "dH W1^T", "sums"]
 
 
 def test_operations_of_all_launches_are_those_of_the_pass():
@@ -50,5 +43,5 @@ def test_operations_of_all_launches_are_those_of_the_pass():
     for which, launched in (("forward", FORWARD), ("backward", BACKWARD)):
         flops = flops_of(shape, which, parts_of(which, launched))
         assert sum(flops) == shape.flops(which == "backward")
-        is_product = [name in (PRODUCT, "wgrad_kernel") for name in launched]
+        is_product = [name in (PRODUCT, "wgrad") for name in launched]
         assert [flop > 0 for flop in flops] == is_product

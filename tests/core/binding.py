@@ -11,8 +11,10 @@ outputs are arrays too, written in place. Nothing there checks values or sizes; 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -63,10 +65,18 @@ class Core:
 
     def entry(self, operator: str, num_structs: int = 1) -> Any:
         """The entry point of an operator, such as "permute": it takes params structs and a stream."""
-        if operator not in self._entries:
-            pointers = [ctypes.c_void_p] * (num_structs + 1)
-            self._entries[operator] = self.function(f"pmo_{operator}_{self.device}", ctypes.c_int, *pointers)
-        return self._entries[operator]
+        return self.entry_of(f"pmo_{operator}_{self.device}", num_structs)
+
+    def entry_of(self, name: str, num_structs: int) -> Any:
+        """A function that takes structs and a stream."""
+        if name not in self._entries:
+            self._entries[name] = self.function(name, ctypes.c_int, *[ctypes.c_void_p] * (num_structs + 1))
+        return self._entries[name]
+
+    @contextlib.contextmanager
+    def on_device(self, *params: Params) -> Iterator[int | None]:
+        """Inside, params point into memory of the device; gives the stream for calls."""
+        yield None
 
     def run(self, operator: str, *params: Params | None, stream: int | None = None) -> None:
         """Call an operator with its params; raise CoreError unless it returns PMO_OK."""

@@ -66,14 +66,19 @@ class CudaCore(Core):
 
     device = "cuda"
 
+    @contextlib.contextmanager
+    def on_device(self, *params: Params) -> Iterator[int | None]:
+        with mirrored(*params):
+            yield torch.cuda.current_stream().cuda_stream
+            torch.cuda.synchronize()
+
     def run(self, operator: str, *params: Params | None, stream: int | None = None) -> None:
         given = [each for each in params if each is not None]
         for each in given:
             each.before_cuda(self, operator)
             if each.needs_cuda_workspace and each.workspace is None:
                 self.add_workspace(operator, each)
-        with mirrored(*given):
-            super().run(operator, *params, stream=stream or torch.cuda.current_stream().cuda_stream)
-            torch.cuda.synchronize()
+        with self.on_device(*given) as current:
+            super().run(operator, *params, stream=stream or current)
         for each in given:
             each.after_cuda(self, operator)

@@ -1,29 +1,35 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of experts of the core on NumPy arrays: GEMMs are callbacks, everything else is the core's CPU functions."""
+"""A layer of experts of the core: on a CPU with the GEMMs of `gemms_in_numpy`, on a GPU with its kernels."""
 
 from __future__ import annotations
 
 import ctypes
-import traceback
-from collections.abc import Callable
+import enum
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from paddle_moe_ops.reference import Plan
-from paddle_moe_ops.reference.activations import activate, activation_factors
+from paddle_moe_ops.reference import Plan, quantize_128x128
 
 from .binding import Core
+from .gemms_in_numpy import FUNCTION, callbacks
 from .guards import guarded_outputs
-from .structs import DTYPES, Bytes, Floats, Int, Int32s, Params, RoutingKind, Size, Status, fields
+from .operators.grouped_gemm import AMAX_MIN, GROUP, Accumulation
+from .structs import DTYPES, Bytes, Floats, Int, Int32s, Params, RoutingKind, Size, fields
 
 FORWARD, BACKWARD = 0, 1
-PLAIN, GATED, GRADIENT = range(3)
-TILE_COLUMNS = 128
 H100, H200 = (132, 3352), (132, 4916)  # SMs, GB/s
-_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+
+
+class Hidden(enum.IntEnum):
+    """pmo_layer_hidden"""
+
+    RECOMPUTES = 0
+    KEEPS = 1
+    KEEPS_CODES = 2
 
 
 class Facts(Params):
@@ -31,7 +37,7 @@ class Facts(Params):
 
     _fields_ = fields(
         (Size, "struct_size num_tokens num_rows num_experts hidden inner workspace"),
-        (Int, "dtype num_sms memory_gbps backward keeps_hidden needs_d_weights"),
+        (Int, "dtype num_sms memory_gbps backward keeps_hidden needs_d_weights float8 has_codes"),
     )
 
 
@@ -47,6 +53,7 @@ class Choices(ctypes.Structure):
 class LayerParams(Params):
     """pmo_layer_params"""
 
+    # Each pmo_layer_codes is two fields here, its codes and its scales.
     _fields_ = fields(
         (Size, "struct_size slots_per_token"),
         (Bytes, "x"),
@@ -54,36 +61,21 @@ class LayerParams(Params):
         (Bytes, "gate_up down"),
         (Floats, "weights"),
         (Int32s, "token_rows row_to_token"),
-        (Bytes, "sizes offsets hidden workspace out d_out"),
+        (Bytes, "sizes offsets hidden"),
+        (Floats, "hidden_scales"),
+        (Bytes, "workspace out d_out"),
         (Size, "d_out_row_stride"),
         (Bytes, "d_x d_gate_up d_down"),
         (Floats, "d_weights"),
-        (Int, "sizes_kind offsets_kind transpose clears_hidden"),
-    )
-
-
-class Gemm(ctypes.Structure):
-    """pmo_grouped_product_params"""
-
-    _fields_ = fields(
-        (Size, "struct_size num_rows num_sources num_experts inner outer first_column width first_row window_rows"),
-        (ctypes.c_void_p, "x"),
-        (Size, "x_row_stride"),
-        (ctypes.c_void_p, "matrix row_to_token weights first stop tiles window out hidden counters d_weights"),
-        (Int, "dtype result transpose tile_rows gathers tile_columns"),
-    )
-
-
-class Wgrad(ctypes.Structure):
-    """pmo_grouped_outer_params"""
-
-    _fields_ = fields(
-        (Size, "struct_size num_rows num_experts p_columns q_columns out_rows out_columns first_p first_q"),
-        (Size, "p_row_stride q_row_stride"),
-        (ctypes.c_void_p, "p q first stop out"),
-        (Size, "num_sources"),
-        (ctypes.c_void_p, "row_to_token counters"),
-        (Int, "dtype gathered"),
+        (Bytes, "gate_up_codes"),
+        (Floats, "gate_up_scales"),
+        (Bytes, "down_codes"),
+        (Floats, "down_scales"),
+        (Bytes, "turned_gate_up_codes"),
+        (Floats, "turned_gate_up_scales"),
+        (Bytes, "turned_down_codes"),
+        (Floats, "turned_down_scales"),
+        (Int, "sizes_kind offsets_kind transpose clears_hidden gate_up_accumulation down_accumulation"),
     )
 
 
@@ -95,134 +87,56 @@ _OPERATORS = {
     "row_sums": "row_sums",
     "unpermute": "unpermute",
     "clear": "grouped_clear",
+    "quantize": "quantize",
+    "quantize_blocks": "quantize_blocks",
+    "gemm_float8": "grouped_float8",
 }
 
 
 class Kernels(ctypes.Structure):
     """pmo_layer_kernels"""
 
-    _fields_ = tuple((name, _FUNCTION) for name in _OPERATORS)
+    _fields_ = tuple((name, FUNCTION) for name in _OPERATORS)
 
     @staticmethod
-    def of(library: Any, device: str, **others: Any) -> Kernels:
-        """The functions of a library for a device, except `others`."""
-        found = {
-            name: ctypes.cast(getattr(library, f"pmo_{operator}_{device}"), _FUNCTION)
-            for name, operator in _OPERATORS.items()
-            if name not in others
-        }
-        return Kernels(**found, **others)
+    def of(library: Any, device: str, launched: list[str] | None = None) -> Kernels:
+        """The functions of a library; those that CPUs lack are the oracles. Each call adds its name to ``launched``."""
+        oracles = callbacks() if device == "cpu" else {}
+
+        def function(name: str, operator: str) -> Any:
+            found = oracles.get(operator) or ctypes.cast(getattr(library, f"pmo_{operator}_{device}"), FUNCTION)
+            return found if launched is None else _noting(name, found, launched)
+
+        return Kernels(**{name: function(name, operator) for name, operator in _OPERATORS.items()})
 
 
-def choices(core: Core, **facts: int) -> Choices:
+def _noting(name: str, function: Any, launched: list[str]) -> Any:
+    def call(params: int, stream: int | None) -> int:
+        launched.append(name)
+        return function(params, stream)
+
+    return FUNCTION(call)
+
+
+def plan_of(core: Core, facts: Facts) -> Choices:
     made = Choices()
-    core.check(core.library.pmo_layer_plan_of(ctypes.byref(Facts(**facts)), ctypes.byref(made)))
+    core.check(core.library.pmo_layer_plan_of(ctypes.byref(facts), ctypes.byref(made)))
     return made
 
 
-_NAMES = {number: dtype for dtype, number in DTYPES.items()}
-
-
-def _array(address: int | None, shape: tuple[int, ...], dtype: Any, stride: int | None = None) -> NDArray:
-    """Memory at an address as an array; `stride` of rows in elements."""
-    dtype = np.dtype(dtype)
-    strides = None if stride is None else (stride * dtype.itemsize, dtype.itemsize)
-    length = int(np.prod(shape)) if stride is None else (shape[0] - 1) * stride + shape[1]
-    if address is None or length <= 0:
-        return np.zeros(shape, dtype)
-    memory = (ctypes.c_char * (length * dtype.itemsize)).from_address(address)
-    return np.ndarray(shape, dtype, memory, strides=strides)
-
-
-def _gemm(address: int, _: Any) -> int:
-    g = Gemm.from_address(address)
-    dtype, experts = _NAMES[g.dtype], g.num_experts
-    first, stop = (_array(each, (experts,), np.int32) for each in (g.first, g.stop))
-    tiles, window = _array(g.tiles, (experts + 1,), np.int32), _array(g.window, (2,), np.int32)
-    shape = (g.outer, g.inner) if g.transpose else (g.inner, g.outer)
-    matrices = _array(g.matrix, (experts, *shape), dtype)
-    source = _array(g.x, (g.num_sources, g.inner), dtype, g.x_row_stride)
-    owners = _array(g.row_to_token, (g.num_rows,), np.int32)
-    out = _array(g.out, (g.num_rows, g.width), dtype)
-    hidden = _array(g.hidden, (g.num_rows, 2 * g.width), dtype)
-    dots = _array(g.d_weights, (g.num_rows, -(-g.width // TILE_COLUMNS)), np.float32)
-    weights = _array(g.weights, (g.num_rows,), np.float32) if g.weights else np.ones(g.num_rows, np.float32)
-    assert g.width > 0
-    assert g.gathers or g.window_rows <= g.num_sources
-    assert not _array(g.counters, (2,), np.int32).any()
-    for expert in range(experts):
-        begin = int(first[expert] + max(window[0] - tiles[expert], 0) * g.tile_rows)
-        end = int(min(first[expert] + (window[1] - tiles[expert]) * g.tile_rows, stop[expert]))
-        if end <= begin:
-            continue
-        rows = slice(begin, end)
-        if g.gathers:
-            x = np.where(owners[rows, None] >= 0, source[np.maximum(owners[rows], 0)], np.zeros(1, dtype))
-        else:
-            x = source[begin - g.first_row : end - g.first_row]
-            assert len(x) == end - begin, "a tile reads rows behind its chunk"
-        matrix = matrices[expert].T if g.transpose else matrices[expert]
-        # einsum: each element is the same sum in every chunk, unlike that of a matrix library
-        made = np.einsum("rk,kc->rc", x.astype(np.float32), matrix.astype(np.float32), optimize=False)
-        if g.result == PLAIN:
-            out[rows] = made[:, g.first_column : g.first_column + g.width] * weights[rows, None]
-        elif g.result == GATED:
-            pre = made.astype(dtype)
-            out[rows] = activate(pre, "swiglu")
-            if g.hidden:
-                hidden[rows] = pre
-        else:
-            _gradient(made.astype(dtype), hidden[rows], out[rows], dots[rows], weights[rows], owners[rows] >= 0)
-    return 0
-
-
-def _gradient(
-    d_scaled: NDArray, hidden: NDArray, out: NDArray, dots: NDArray, weights: NDArray, is_live: NDArray
-) -> None:
-    width = out.shape[1]
-    live = is_live[:, None]
-    d_scaled = np.where(live, d_scaled.astype(np.float32), 0)
-    pre = np.where(live, hidden.astype(np.float32), 0)
-    act = np.where(live, activate(pre.astype(out.dtype), "swiglu").astype(np.float32), 0)
-    by_gate, by_up = activation_factors(pre, "swiglu")
-    for tile in range(dots.shape[1]):
-        columns = slice(TILE_COLUMNS * tile, TILE_COLUMNS * (tile + 1))
-        dots[:, tile] = (act[:, columns] * d_scaled[:, columns]).sum(axis=1)
-    d_act = d_scaled * weights[:, None]
-    hidden[:, :width], hidden[:, width:] = d_act * by_gate, d_act * by_up
-    out[:] = act * weights[:, None]
-
-
-def _wgrad(address: int, _: Any) -> int:
-    o = Wgrad.from_address(address)
-    dtype, experts = _NAMES[o.dtype], o.num_experts
-    first, stop = (_array(each, (experts,), np.int32) for each in (o.first, o.stop))
-    owners = _array(o.row_to_token, (o.num_rows,), np.int32)
-    out = _array(o.out, (experts, o.out_rows, o.out_columns), dtype)
-    assert not _array(o.counters, (2,), np.int32).any()
-    p, q = (
-        _array(each, (o.num_sources if o.gathered == which else o.num_rows, columns), dtype, stride)
-        for which, each, columns, stride in (
-            (1, o.p, o.p_columns, o.p_row_stride),
-            (2, o.q, o.q_columns, o.q_row_stride),
-        )
-    )
-    for expert in range(experts):
-        rows = slice(int(first[expert]), int(stop[expert]))
-        taken = owners[rows]
-        of_p, of_q = (
-            np.where(taken[:, None] >= 0, each[np.maximum(taken, 0)], np.zeros(1, dtype))
-            if o.gathered == which
-            else each[rows]
-            for which, each in ((1, p), (2, q))
-        )
-        made = np.einsum("ri,rj->ij", of_p.astype(np.float32), of_q.astype(np.float32), optimize=False)
-        out[expert, o.first_p : o.first_p + o.p_columns, o.first_q : o.first_q + o.q_columns] = made
-    return 0
+def choices(core: Core, **facts: int) -> Choices:
+    return plan_of(core, Facts(**facts))
 
 
 class Layer(NamedTuple):
-    """Operands of a layer."""
+    """Operands and options of a layer.
+
+    Attributes:
+        float8: whether GEMMs have float8 operands.
+        has_codes: whether the passes receive the codes of the matrices.
+        keeps: H between the passes.
+        accumulations: of the gradients of both matrices.
+    """
 
     plan: Plan
     gate_up: NDArray
@@ -231,35 +145,65 @@ class Layer(NamedTuple):
     transpose: bool = False
     workspace: int = 1 << 30
     gpu: tuple[int, int] = H100
+    float8: bool = False
+    has_codes: bool = False
+    keeps: Hidden = Hidden.KEEPS
+    accumulations: tuple[Accumulation, Accumulation] = (Accumulation.OVERWRITES, Accumulation.OVERWRITES)
+
+    @property
+    def inner(self) -> int:
+        return self.down.shape[2 if self.transpose else 1]
+
+    def facts(self, x: NDArray, backward: int, needs_d_weights: bool = False) -> Facts:
+        num_sms, memory_gbps = self.gpu
+        return Facts(
+            num_tokens=len(x),
+            num_rows=len(self.plan.row_to_token),
+            num_experts=len(self.down),
+            hidden=x.shape[1],
+            inner=self.inner,
+            workspace=self.workspace,
+            dtype=DTYPES[x.dtype],
+            num_sms=num_sms,
+            memory_gbps=memory_gbps,
+            backward=backward,
+            keeps_hidden=self.keeps,
+            needs_d_weights=int(needs_d_weights),
+            float8=int(self.float8),
+            has_codes=int(self.has_codes),
+        )
 
 
 class Results(NamedTuple):
+    """Results of both passes; None for those that were not wanted. ``hidden_scales`` are those of codes of H."""
+
     out: NDArray
     hidden: NDArray | None
-    d_x: NDArray
-    d_gate_up: NDArray
-    d_down: NDArray
-    d_weights: NDArray
+    hidden_scales: NDArray | None
+    d_x: NDArray | None
+    d_gate_up: NDArray | None
+    d_down: NDArray | None
+    d_weights: NDArray | None
 
 
-def _params(layer: Layer, x: NDArray, backward: int, **arrays: NDArray | None) -> tuple[Facts, LayerParams]:
-    plan, inner = layer.plan, layer.down.shape[2 if layer.transpose else 1]
-    num_sms, memory_gbps = layer.gpu
-    facts = Facts(
-        num_tokens=len(x),
-        num_rows=len(plan.row_to_token),
-        num_experts=len(layer.down),
-        hidden=x.shape[1],
-        inner=inner,
-        workspace=layer.workspace,
-        dtype=DTYPES[x.dtype],
-        num_sms=num_sms,
-        memory_gbps=memory_gbps,
-        backward=backward,
-        keeps_hidden=int(arrays["hidden"] is not None),
-        needs_d_weights=int(arrays.get("d_weights") is not None),
-    )
-    return facts, LayerParams(
+def _codes(layer: Layer, backward: int) -> dict[str, NDArray]:
+    """Codes and scales of the matrices that a pass reads, with contiguous K."""
+    if not layer.has_codes:
+        return {}
+    forward = {"gate_up": layer.gate_up, "down": layer.down}
+    made = {}
+    for name, matrices in forward.items():
+        for prefix, turns in (("", not layer.transpose), ("turned_", layer.transpose)):
+            is_read = backward if prefix else not backward or (name == "gate_up" and layer.keeps == Hidden.RECOMPUTES)
+            if is_read:
+                codes, scales = quantize_128x128(matrices.swapaxes(1, 2) if turns else matrices, amax_min=AMAX_MIN)
+                made[f"{prefix}{name}_codes"], made[f"{prefix}{name}_scales"] = codes, scales
+    return made
+
+
+def _params(layer: Layer, x: NDArray, backward: int, **arrays: NDArray | None) -> LayerParams:
+    plan = layer.plan
+    return LayerParams(
         slots_per_token=plan.token_rows.shape[1],
         x=x,
         gate_up=layer.gate_up,
@@ -273,49 +217,78 @@ def _params(layer: Layer, x: NDArray, backward: int, **arrays: NDArray | None) -
         offsets_kind=RoutingKind.IDS32,
         transpose=int(layer.transpose),
         clears_hidden=1,
+        gate_up_accumulation=layer.accumulations[0],
+        down_accumulation=layer.accumulations[1],
+        **_codes(layer, backward),
         **arrays,
     )
 
 
-def _guarded(function: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
-    """The function; an exception, which ctypes would ignore, becomes a status."""
-
-    def call(address: int, stream: Any) -> int:
-        try:
-            return function(address, stream)
-        except Exception:
-            traceback.print_exc()
-            return Status.INTERNAL
-
-    return call
-
-
 def run(core: Core, facts: Facts, params: LayerParams) -> None:
     """Run one pass with a poisoned workspace of the size that the plan says."""
-    made = Choices()
-    core.check(core.library.pmo_layer_plan_of(ctypes.byref(facts), ctypes.byref(made)))
-    gemms = {"gemm": _FUNCTION(_guarded(_gemm)), "wgrad": _FUNCTION(_guarded(_wgrad))}
-    kernels = Kernels.of(core.library, "cpu", **gemms)
+    size = plan_of(core, facts).bytes
+    kernels = Kernels.of(core.library, core.device)
     with guarded_outputs() as output:
         offset = -output(1, np.uint8).ctypes.data % 16
-        workspace = output(made.bytes + 16, np.uint8, offset)
-        workspace = workspace[-workspace.ctypes.data % 16 :][: made.bytes]
+        workspace = output(size + 16, np.uint8, offset)
+        workspace = workspace[-workspace.ctypes.data % 16 :][:size]
         workspace[:] = 0xFF  # NaN
+        params.arrays["workspace"] = workspace
         params.workspace = workspace.ctypes.data
-        core.check(core.library.pmo_layer_run(ctypes.byref(facts), ctypes.byref(params), ctypes.byref(kernels), None))
+        structs = ctypes.byref(facts), ctypes.byref(params), ctypes.byref(kernels)
+        with core.on_device(params) as stream:
+            core.check(core.entry_of("pmo_layer_run", len(structs))(*structs, stream))
 
 
-def passes(core: Core, layer: Layer, x: NDArray, d_out: NDArray, keeps: bool = True) -> Results:
-    """Both passes, with poisoned results."""
-    dtype, inner = x.dtype, layer.down.shape[2 if layer.transpose else 1]
-    rows = len(layer.plan.row_to_token)
+ALL = (True, True, True, True)
+
+
+def passes(
+    core: Core,
+    layer: Layer,
+    x: NDArray,
+    d_out: NDArray,
+    *,
+    wanted: tuple[bool, bool, bool, bool] = ALL,
+    before: tuple[NDArray, NDArray] | None = None,
+) -> Results:
+    """Both passes, with poisoned results.
+
+    Args:
+        core: the core.
+        layer: the layer.
+        x: tokens.
+        d_out: gradient of the result.
+        wanted: whether gradients of x, both matrices and the weights are wanted.
+        before: values of the gradients of the matrices, which a layer with accumulation adds to.
+    """
+    rows, columns = len(layer.plan.row_to_token), 2 * layer.inner
+    hidden = hidden_scales = kept = kept_scales = None
     with guarded_outputs() as output:
-        hidden = output((rows, 2 * inner), dtype) if keeps else None
-        out, d_x = output(x.shape, dtype), output(x.shape, dtype)
-        d_gate_up, d_down = output(layer.gate_up.shape, dtype), output(layer.down.shape, dtype)
-        d_weights = output(rows, np.float32)
-        run(core, *_params(layer, x, FORWARD, hidden=hidden, out=out))
-        kept = None if hidden is None else hidden.copy()
-        gradients = {"d_x": d_x, "d_gate_up": d_gate_up, "d_down": d_down, "d_weights": d_weights}
-        run(core, *_params(layer, x, BACKWARD, hidden=hidden, d_out=d_out, **gradients))
-    return Results(out, kept, d_x, d_gate_up, d_down, d_weights)
+        if layer.keeps == Hidden.KEEPS:
+            hidden = output((rows, columns), x.dtype)
+        elif layer.keeps == Hidden.KEEPS_CODES:
+            hidden = output((rows, columns), ml_dtypes.float8_e4m3fn)
+            hidden_scales = output((rows, columns // GROUP), np.float32)
+        out = output(x.shape, x.dtype)
+        shapes = {"d_x": x.shape, "d_gate_up": layer.gate_up.shape, "d_down": layer.down.shape, "d_weights": (rows,)}
+        dtypes = [x.dtype, x.dtype, x.dtype, np.dtype(np.float32)]
+        for place, accumulation in enumerate(layer.accumulations):
+            if accumulation == Accumulation.ADDS_FLOAT32:
+                dtypes[1 + place] = np.dtype(np.float32)
+        gradients = {
+            name: output(shape, dtype) if is_wanted else None
+            for (name, shape), dtype, is_wanted in zip(shapes.items(), dtypes, wanted, strict=True)
+        }
+        if before is not None:
+            for name, values in zip(("d_gate_up", "d_down"), before, strict=True):
+                gradients[name][...] = values
+        arrays = {"hidden": hidden, "hidden_scales": hidden_scales}
+        run(core, layer.facts(x, FORWARD), _params(layer, x, FORWARD, out=out, **arrays))
+        if hidden is not None:
+            kept = hidden.copy()
+        if hidden_scales is not None:
+            kept_scales = hidden_scales.copy()
+        params = _params(layer, x, BACKWARD, d_out=d_out, **arrays, **gradients)
+        run(core, layer.facts(x, BACKWARD, wanted[3]), params)
+    return Results(out, kept, kept_scales, *gradients.values())

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 import re
 import threading
 from pathlib import Path
@@ -18,8 +19,10 @@ from . import structs
 from .binding import Core, CoreError
 from .guards import guarded_outputs, is_poison
 from .inputs import SMALL
+from .layer import Choices, Hidden, Kernels
 from .operators import NAMES, OPERATORS
 from .operators.base import TOO_MANY, TOO_MANY_EXPERTS, TOO_WIDE
+from .operators.grouped_gemm import Accumulation, Gathered, Result
 from .operators.slots import SlotsParams
 from .structs import DTYPES, Findings, Params, Size, Status
 
@@ -194,17 +197,32 @@ def test_error_text_belongs_to_its_thread(core: Core) -> None:
     assert core.last_error() == "params must be given"
 
 
+def test_the_functions_of_a_layer_mirror_the_header() -> None:
+    body = re.search(r"typedef struct pmo_layer_kernels {(.*?)} pmo_layer_kernels", header_text(), re.DOTALL)
+    assert re.findall(r"int \(\*(\w+)\)", body[1]) == [name for name, _ in Kernels._fields_]
+
+
 def header_text() -> str:
     return "\n".join(path.read_text(encoding="utf-8") for path in sorted(HEADERS.glob("*.h")))
 
 
+def flat(body: str) -> str:
+    """The body of a struct with a pointer to codes and one to scales for each pmo_layer_codes."""
+    line = re.search(r"^ *pmo_layer_codes (.*);$", body, re.MULTILINE)
+    if line is None:
+        return body
+    names = [name.removesuffix("_codes") for name in line[1].split(", ")]
+    fields = "".join(f"  const void* {name}_codes;\n  const float* {name}_scales;\n" for name in names)
+    return body.replace(f"{line[0]}\n", fields)
+
+
 @pytest.mark.parametrize(
-    "struct", [*Params.__subclasses__(), *Findings.__subclasses__()], ids=lambda struct: struct.__doc__
+    "struct", [*Params.__subclasses__(), *Findings.__subclasses__(), Choices], ids=lambda struct: struct.__doc__
 )
 def test_ctypes_structs_mirror_the_headers(struct: type[ctypes.Structure]) -> None:
     body = re.search(rf"typedef struct {struct.__doc__} {{(.*?)}}", header_text(), re.DOTALL)
     assert body is not None
-    declared = re.findall(r"^\s*(?:const )?(\w+)(\*?)\s*(?:const )?(\w+);", body[1], re.MULTILINE)
+    declared = re.findall(r"^\s*(?:const )?(\w+)(\*?)\s*(?:const )?(\w+);", flat(body[1]), re.MULTILINE)
     kinds = {
         ("int32_t", ""): ctypes.c_int32,
         ("int64_t", ""): ctypes.c_int64,
@@ -219,22 +237,22 @@ def test_ctypes_structs_mirror_the_headers(struct: type[ctypes.Structure]) -> No
 
 def test_enumerations_mirror_the_headers() -> None:
     values = {name: int(value) for name, value in re.findall(r"PMO_(\w+) = (\d+),", header_text())}
-    mirrored = {
-        "": structs.Status,
-        "CHECK_": structs.Check,
-        "FILL_": structs.Fill,
-        "ROUTING_": structs.RoutingKind,
-        "DUPLICATES_": structs.Duplicates,
-        "SCALES_BY_": structs.ScaleLayout,
-    }
-    for prefix, members in mirrored.items():
+    mirrored = [
+        ("", structs.Status),
+        ("CHECK_", structs.Check),
+        ("FILL_", structs.Fill),
+        ("ROUTING_", structs.RoutingKind),
+        ("DUPLICATES_", structs.Duplicates),
+        ("SCALES_BY_", structs.ScaleLayout),
+        ("GROUPED_", Result),
+        ("GROUPED_GATHERS_", Gathered),
+        ("GROUPED_", Accumulation),
+        ("LAYER_", Hidden),
+    ]
+    for prefix, members in mirrored:
         for name, member in members.__members__.items():
-            if name not in ("NONE", "ALL"):
+            if not (issubclass(members, enum.IntFlag) and name in ("NONE", "ALL")):
                 assert values.pop(prefix + name) == member
     for code, name in enumerate(_env.CPU_ISAS):
         assert values.pop(f"CPU_{name.upper()}") == code
-    for code, name in enumerate(("PLAIN", "GATED", "GRADIENT")):
-        assert values.pop(f"GROUPED_{name}") == code
-    for code, name in enumerate(("NONE", "P", "Q")):
-        assert values.pop(f"GROUPED_GATHERS_{name}") == code
     assert values == {name.upper(): code for name, code in ((dtype.name, code) for dtype, code in DTYPES.items())}

@@ -67,7 +67,6 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
             self._place = paddle.CPUPlace()
             self.launches = []
             self.recordings = {}
-            self.grouped_product = self.grouped_outer = self.grouped_float8 = None
 
         launch, compiled, run = NumpyDevice.launch, NumpyDevice.compiled, NumpyDevice.run
         ready, stream = NumpyDevice.ready, NumpyDevice.stream
@@ -78,22 +77,3 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(paddle_device, "cannot_run_on", lambda _: None)
     monkeypatch.setattr(paddle_device, "device_of", lambda *_: device)
     return device
-
-
-@pytest.fixture
-def on_hopper(interpreted: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The device of `interpreted` as a Hopper GPU: with the library's kernels, in small tiles."""
-    import paddle_moe_ops.backends.triton as backend
-    from paddle_moe_ops.triton import hopper_product
-    from paddle_moe_ops.triton.gemm import gpu_facts
-
-    from ..triton import library_in_numpy
-
-    monkeypatch.setattr(backend, "runs_by_operator", lambda *_: False)  # the operator has no kernels here
-    library_in_numpy.choose_small_tiles(monkeypatch)
-    monkeypatch.setattr(gpu_facts, "gpu_at", lambda _: library_in_numpy.HOPPER)
-    monkeypatch.setattr(hopper_product, "chosen_rows", lambda *_: hopper_product.TURNED_ROWS)
-    interpreted.grouped_product = library_in_numpy.numpy_grouped_product()
-    interpreted.grouped_outer = library_in_numpy.numpy_grouped_outer()
-    interpreted.grouped_float8 = library_in_numpy.numpy_float8_kernels()
-    return interpreted

@@ -16,7 +16,6 @@ import pytest
 
 from paddle_moe_ops import Float8Matrices, explain, moe_mlp, route, use_backend
 from paddle_moe_ops.backends import OPERATORS, experts, layers, register_operators
-from paddle_moe_ops.triton.gemm import gather_heuristic
 from tests.ops.interpreting import SHAPE
 from tests.ops.problems import plan_tensors, tensor
 from tests.ops.test_float8_mlp import FLOAT8
@@ -54,7 +53,7 @@ def said_of(operands, **options):
 
 def launches_in(line):
     """Number of launches of each kernel."""
-    names = (name.partition(" x ") for name in line.replace(" of the library", "").split(", "))
+    names = (name.partition(" x ") for name in line.split(", "))
     return {name: int(times or 1) for name, _, times in names}
 
 
@@ -82,36 +81,13 @@ def assert_launches_are_said(device, layer, **options):
 @pytest.mark.parametrize("keep", ["h", "x"])
 def test_on_triton_it_names_the_kernels_that_a_call_launches(keep, form, transpose, interpreted, rng):
     layer = Layer(rng, SHAPE, np.float16, transpose=transpose, form=form)
-    said = assert_launches_are_said(interpreted, layer, keep=keep)
-    assert "of the library" not in said["forward"] + said["backward"]
-
-
-@pytest.mark.parametrize("options", [{}, {"keep": "x"}, {"accumulate": True}], ids=str)
-def test_it_names_the_kernels_of_the_library(options, on_hopper, rng, monkeypatch):
-    monkeypatch.setattr(gather_heuristic, "_MAX_GATHERED_N", 0)
-    layer = Layer(rng, SHAPE, BF16, sizes=(16, 24))
-    leaves = layer.leaves
-    monkeypatch.setattr(layer, "leaves", lambda place: with_main_grad(leaves(place)))
-    said = assert_launches_are_said(on_hopper, layer, **options)
-    assert "grouped_product of the library x 2" in said["forward"]
-    assert f"grouped_product of the library x {3 if 'keep' in options else 2}" in said["backward"]
-    assert ("grouped_outer of the library x 2" in said["backward"]) == ("accumulate" not in options)
+    assert_launches_are_said(interpreted, layer, keep=keep)
 
 
 def with_main_grad(leaves):
     for name in ("gate_up", "down"):
         leaves[name].main_grad = None
     return leaves
-
-
-@pytest.mark.parametrize("keep", ["h", "x", "h_fp8"])
-@pytest.mark.parametrize("is_kept", [False, True], ids=["quantised in each pass", "kept matrices"])
-def test_it_names_the_kernels_for_float8(is_kept, keep, on_hopper, rng):
-    layer = Layer(rng, SHAPE, BF16, sizes=(16, 128))
-    options = {"float8_matrices": Float8Matrices()} if is_kept else {}
-    said = assert_launches_are_said(on_hopper, layer, compute=FLOAT8, keep=keep, **options)
-    assert "grouped_float8 of the library x 2" in said["forward"]
-    assert ("quantize_blocks of the library x 2" in said["forward"]) != is_kept
 
 
 @pytest.mark.parametrize("form", ["lists", "lists side by side"])
@@ -128,12 +104,12 @@ def test_lists_of_matrices_are_joined_in_the_call_alone(form, interpreted, rng):
     assert launches_in(said["forward"]) == Counter(interpreted.launches)
 
 
-def test_nothing_is_made_or_changed(on_hopper, rng):
+def test_nothing_is_made_or_changed(interpreted, rng):
     leaves = with_main_grad(Layer(rng, SHAPE, BF16).leaves("cpu"))
     operands, options = arguments_of(Layer(rng, SHAPE, BF16), leaves)
     with use_backend("triton"):
         said_of(operands, accumulate=True, **options)
-    assert on_hopper.launches == []
+    assert interpreted.launches == []
     assert leaves["gate_up"].main_grad is None
     assert all(leaf.grad is None for leaf in leaves.values())
 
@@ -141,7 +117,7 @@ def test_nothing_is_made_or_changed(on_hopper, rng):
 @pytest.mark.parametrize(
     ("workspace_mb", "rows", "columns"), [(1, "none, products gather them", 4), (16, "1", 1)], ids=["1 MiB", "16 MiB"]
 )
-def test_it_says_how_the_workspace_is_used(workspace_mb, rows, columns, on_hopper, rng):
+def test_it_says_how_the_workspace_is_used(workspace_mb, rows, columns, interpreted, rng):
     layer = Layer(rng, Shape(4096, 1024, 2, 2, 1, "4 to 8 MiB of rows"), BF16, sizes=(1024, 2048))
     operands, options = arguments_of(layer, layer.leaves("cpu"))
     with use_backend("triton"):
@@ -184,7 +160,7 @@ def test_without_a_gradient_nothing_is_kept(interpreted, rng):
 
 
 CALLS = {
-    "accumulated": ({"accumulate": True}, "the library's operator does not accumulate"),
+    "accumulated": ({"accumulate": True}, "without kernels, the library's operator does not accumulate"),
     "another activation": ({"activation": "geglu"}, "only SwiGLU without biases is one layer"),
     "a bias": ({"down_bias": paddle.zeros([ODD.E, 72])}, "only SwiGLU without biases is one layer"),
 }
@@ -202,13 +178,11 @@ def test_a_layer_that_is_made_of_calls_says_why_and_what_runs_them(changes, why,
     }
 
 
-def test_a_layer_on_float8_operands_without_kernels_says_what_its_parts_are(rng):
+def test_a_layer_on_float8_operands_without_kernels_is_one_layer_too(rng):
     operands, options = arguments_of(layer := Layer(rng, ODD, BF16, sizes=(72, 16)), layer.leaves("cpu"))
     said = said_of(operands, compute=FLOAT8, **options)
-    assert said["moe_mlp"] == "quantised values, which grouped_gemm multiplies in float32"
-    assert said["why"] == "float8 layers are the library's operator in graphs alone"
-    parts = "quantize_1x128 on compiled, permute on compiled, grouped_gemm on paddle, unpermute on compiled"
-    assert said["parts"] == parts
+    assert said["moe_mlp"] == "paddle, as one layer"
+    assert said["GEMMs"] == "the library's kernels or Paddle's matmul, by the table in docs/backends.md"
 
 
 def test_in_a_graph_it_is_the_operator(rng):
@@ -224,7 +198,7 @@ def test_in_a_graph_it_is_the_operator(rng):
         paddle.disable_static()
     assert said["moe_mlp"] == "paddle, as one layer"
     assert said["kept"] == "the tokens and the first product, of sizes that the graph finds out, and the maps"
-    assert said["products"] == "the library's kernels or Paddle's matmul, by the table in docs/backends.md"
+    assert said["GEMMs"] == "the library's kernels or Paddle's matmul, by the table in docs/backends.md"
 
 
 @pytest.mark.parametrize("full_graph", [True, False])
@@ -301,15 +275,47 @@ def test_arguments_that_the_layer_does_not_take_are_refused(rng):
 
 
 @pytest.mark.parametrize("transpose", [False, True])
-def test_the_operator_on_kernels_says_its_chunks_and_kernels(transpose):
+def test_a_layer_on_kernels_says_its_chunks_and_kernels(transpose):
     register_operators()
     x, down = paddle.zeros([700, 24]), paddle.zeros([1, 24, 16] if transpose else [1, 16, 24])
-    spec = SimpleNamespace(
-        transpose=transpose, plan=SimpleNamespace(num_rows=700), keeps_hidden=True, workspace=1 << 30
-    )
-    first, forward, backward = layers.explain_operator(x, down, spec, (True,) * 4)
+    spec = spec_of(700, transpose=transpose)
+    first, forward, backward = layers.explain_library(x, down, spec, (True,) * 4)
     assert first == "runs as: the operator moe_mlp of the compiled library"
     gathered = "chunks of rows: none, GEMMs gather token rows; chunks of columns: 1; the GEMM of summed rows: ping-pong"
     assert re.fullmatch(rf"forward: workspace 0\.1 MiB; {gathered}", forward)
     assert re.fullmatch(rf"backward: workspace 0\.1 MiB; {gathered}", backward)
-    assert layers.explain_operator(x, down, spec, (False,) * 4) == [first, forward]
+    assert layers.explain_library(x, down, spec, (False,) * 4) == [first, forward]
+    spec.accumulates = True
+    assert layers.explain_library(x, down, spec, (True,) * 4)[0] == NODE
+
+
+@pytest.mark.parametrize("hidden_in_float8", [False, True])
+def test_a_float8_layer_on_kernels_says_its_chunks_and_kernels(hidden_in_float8):
+    register_operators()
+    x, down = paddle.zeros([1000, 1024], "bfloat16"), paddle.zeros([2, 1024, 1024], "bfloat16")
+    spec = spec_of(2000, compute=FLOAT8, hidden_in_float8=hidden_in_float8)
+    first, forward, backward = layers.explain_library(x, down, spec, (True,) * 4)
+    assert first == NODE
+    rest = "chunks of rows: 1; chunks of columns: 1; the GEMM of summed rows: float8"
+    assert forward.endswith(rest)
+    assert backward.endswith(rest)
+    spec.quantized = ()
+    kept = [float(line.split()[2]) for line in layers.explain_library(x, down, spec, (True,) * 4)[1:]]
+    for line, without in zip((forward, backward), kept, strict=True):
+        assert float(line.split()[2]) - without == pytest.approx(4.0, abs=0.2)  # E d 2n bytes of codes
+
+
+NODE = "runs as: both passes of the compiled library, called by a node"
+
+
+def spec_of(num_rows, transpose=False, compute=None, hidden_in_float8=False):
+    return SimpleNamespace(
+        transpose=transpose,
+        plan=SimpleNamespace(num_rows=num_rows),
+        keeps_hidden=True,
+        workspace=1 << 30,
+        compute=compute,
+        quantized=None,
+        hidden_in_float8=hidden_in_float8,
+        accumulates=False,
+    )

@@ -28,7 +28,7 @@ def gpu(place, monkeypatch):
     """The device of the kernels, without recordings of other tests."""
     device = device_of(tensor(np.zeros(1, np.float32), place))
     device.recordings.clear()
-    monkeypatch.setattr(backend, "runs_by_operator", lambda *_: False)  # otherwise nothing is recorded
+    monkeypatch.setattr(backend, "has_layer_kernels", lambda *_: False)  # otherwise nothing is recorded
     with use_backend("triton"):
         yield device
     device.recordings.clear()

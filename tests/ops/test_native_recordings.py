@@ -9,7 +9,6 @@ import ctypes
 import threading
 from types import SimpleNamespace
 
-import ml_dtypes
 import numpy as np
 import paddle
 import pytest
@@ -17,15 +16,11 @@ import pytest
 from paddle_moe_ops import use_backend
 from paddle_moe_ops._native import native
 from paddle_moe_ops.testing.equality import assert_bits_equal
-from paddle_moe_ops.triton import hopper_product
-from paddle_moe_ops.triton.gemm import mlp
-from paddle_moe_ops.triton.hopper_product import GroupedProductParams, LibraryKernel
 from paddle_moe_ops.triton.native_recording import Driver, Repeater, native_recording
 from paddle_moe_ops.triton.recording import recorded
 from tests.ops.problems import tensor
 from tests.ops.test_moe_mlp import Layer, assert_close
 from tests.params import PADDED
-from tests.triton import library_in_numpy
 
 pytestmark = [pytest.mark.long, pytest.mark.cpu_only, pytest.mark.compiled_only]
 
@@ -43,8 +38,6 @@ _LaunchFunction = ctypes.CFUNCTYPE(
     ctypes.c_void_p,
 )
 _ErrorFunction = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
-_EntryFunction = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-_LastErrorFunction = ctypes.CFUNCTYPE(ctypes.c_void_p)
 
 
 class Launcher:
@@ -133,8 +126,6 @@ class Card:
         device.native = Repeater(self.recordings, self.driver)
 
     def compiled(self, kernel, types, constants, warps):
-        if isinstance(kernel, LibraryKernel):
-            return _LibraryCompiled(kernel)
         found = Compiled((kernel, types, constants, warps))
         found.run, found.packed_metadata = self.launcher, (warps, 1, SHARED)
         found.function = 1000 + len(self.kernels)
@@ -173,22 +164,8 @@ class Card:
         return 0
 
 
-class _LibraryCompiled(LibraryKernel):
-    """A kernel of the library, whose launches in Python look like those of the interpreter."""
-
-    def __init__(self, kernel) -> None:
-        self.__dict__.update(vars(kernel))
-        self._parts = kernel, hopper_product._TYPES, (), 1
-
-    def __iter__(self):
-        return iter(self._parts)
-
-    def __getitem__(self, index):
-        return self._parts[index]
-
-
 def name_of(kernel):
-    return kernel.__name__ if isinstance(kernel, LibraryKernel) else kernel.fn.__name__
+    return kernel.fn.__name__
 
 
 @pytest.fixture
@@ -285,60 +262,6 @@ def test_rows_that_lie_apart_are_taken_as_they_are_and_other_strides_are_copied(
                 assert not leaves["x"].is_contiguous()
                 assert_bits_equal(layer.call(leaves, "cpu"), expected["out"])
     assert card.in_python == []
-
-
-@pytest.fixture
-def library_product(card, monkeypatch):
-    """The library's product, as its header says it, wherever it can be taken."""
-    control = SimpleNamespace(fails=False, streams=[])
-    text = ctypes.create_string_buffer(b"wrong struct")
-
-    def entry(params, stream):
-        control.streams.append(stream)
-        if control.fails:
-            return 1
-        return library_in_numpy._entry(SimpleNamespace(_obj=GroupedProductParams.from_address(params)), stream)
-
-    functions = _EntryFunction(entry), _LastErrorFunction(lambda: ctypes.addressof(text))
-    addresses = [ctypes.cast(each, ctypes.c_void_p).value for each in functions]
-    kernel = LibraryKernel("grouped_product", functions[0], GroupedProductParams, lambda: text.value)
-    control.functions, kernel.addresses = functions, lambda: addresses
-    library_in_numpy.choose_small_tiles(monkeypatch)
-    for module in (hopper_product, mlp):
-        monkeypatch.setattr(module, "chosen_rows", lambda *_: hopper_product.TURNED_ROWS)
-    monkeypatch.setattr(mlp, "gathers", lambda *_, **__: False)
-    monkeypatch.setattr(card.device, "grouped_product", kernel)
-    return control
-
-
-def test_the_librarys_product_is_launched_too(card, library_product, rng):
-    layer = Layer(rng, SHAPE, ml_dtypes.bfloat16, sizes=(64, 24))
-    first = run(layer)
-    assert card.device.launches.count("grouped_product") >= 4
-    library_product.streams.clear()
-    assert_same(run(layer), first)
-    assert card.in_python == []
-    assert set(library_product.streams) == {STREAM}
-    card.context = 0
-    assert_same(run(layer), first)
-    assert "grouped_product" in {name for name, *_ in card.in_python}
-
-
-@pytest.mark.parametrize("form", ["by slot", "by row", "none"])
-def test_with_the_librarys_product_a_pass_has_six_launches_and_seven(card, library_product, form, rng):
-    run(Layer(rng, SHAPE, ml_dtypes.bfloat16, form=form, sizes=(64, 24)))
-    forward, backward = (len(each.launches) for each in card.device.recordings.values())
-    assert (forward, backward) == (5 + (form == "by slot"), 7)
-
-
-def test_an_error_of_the_librarys_product_is_the_one_that_python_raises(card, library_product, rng):
-    layer = Layer(rng, SHAPE, ml_dtypes.bfloat16, sizes=(64, 24))
-    run(layer)
-    library_product.fails = True
-    for context in (CONTEXT, 0):
-        card.context = context
-        with pytest.raises(RuntimeError, match=r"^grouped_product: wrong struct$"):
-            run(layer)
 
 
 def test_an_error_of_the_driver_is_raised_as_triton_does(card, rng):
@@ -458,7 +381,7 @@ def test_what_is_no_list_of_launches_is_refused(words):
 
 def words_of(*, dtype=0, offset=0, position=0, place=0):
     """A recording with one result, an array in 256 bytes of workspace, and a launch with a parameter of 8 bytes."""
-    launch = [0, 0, 1, 32, 0, 0, 1, 0, 1, position, 1, place, 0, 0]
+    launch = [0, 1, 32, 0, 1, 0, 1, position, 1, place, 0, 0]
     return array.array("q", [0, 0, 0, 0, 1, dtype, 1, 4, 256, 1, offset, 1, *launch]).tobytes()
 
 

@@ -24,7 +24,7 @@ LAYERS = (
     {"mlp"},
     {"gemm"},
     {
-        *("_activations", "_checks", "_float8_mlp", "_matrices", "_quick"),
+        *("_activations", "_checks", "_matrices", "_quick"),
         *("functional", "quantization", "routing"),
     },
     {"backends"},

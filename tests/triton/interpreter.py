@@ -21,7 +21,6 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from paddle_moe_ops.triton.hopper_product import LibraryKernel
 from paddle_moe_ops.triton.launch.device import ITEM_BYTES
 
 from . import interpreter_costs
@@ -156,11 +155,6 @@ class NumpyDevice:
     def launch(
         self, kernel: Any, programs: int, types: tuple[str, ...], arguments: Sequence[int], constants: tuple, warps: int
     ) -> None:
-        if isinstance(kernel, LibraryKernel):
-            self.launches.append(kernel.__name__)
-            kernel.run(programs, 1, 1, 0, None, None, None, None, None, *arguments)
-            self._check_guards()
-            return
         self.launches.append(kernel.fn.__name__)
         values: list[Any] = []
         for kind, value in zip(types, arguments, strict=True):

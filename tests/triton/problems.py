@@ -28,9 +28,6 @@ from tests.reference.cases import floats_of_every_kind, ordinary_floats
 
 from .interpreter import NumpyDevice
 
-# On both sides of the limits of kernels: a warp's or a block's threads, the tables in shared memory, all that may be.
-EXPERTS_AT_LIMITS = (255, 256, 257, 1023, 1024, 1025, 1026, 1027, 2047, 2048, 2049, 65535, 65536)
-
 ROW_SHAPES = (EMPTY, ONE_TOKEN, ONE_COLUMN, UNALIGNED, MORE_SLOTS_THAN_EXPERTS)
 LONG_ROW_SHAPES = (ODD, PADDED, MANY_SLOTS, WIDE)
 

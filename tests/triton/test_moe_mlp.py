@@ -262,42 +262,22 @@ def test_no_array_has_the_rows_of_all_tokens(rng, gpu, tiles, monkeypatch, gathe
 
 
 @pytest.mark.parametrize(
-    ("topk", "experts", "inner", "windows", "moves_twice", "by_library", "expected"),
+    ("topk", "inner", "chunks", "moves_twice", "expected"),
     [
-        (8, 64, 256, 1, False, False, True),
-        (8, 64, 256, 1, True, False, False),
-        (8, 64, 768, 1, False, False, False),
-        (8, 64, 1536, 1, False, True, True),
-        (8, 64, 1544, 1, False, True, False),
-        (8, 64, 768, 1, True, True, True),
-        (8, 64, 776, 1, True, True, False),
-        (8, 204, 2048, 1, True, True, False),
-        (8, 205, 2048, 1, True, True, True),
-        (8, 256, 2048, 1, True, True, True),
-        (8, 256, 2048, 3, False, True, True),
-        (8, 256, 2048, 1, False, False, False),
-        (8, 64, 256, 3, True, False, True),
-        (16, 64, 256, 17, True, False, True),
-        (8, 64, 1536, 3, False, True, True),
-        (8, 64, 1024, 2, True, True, True),
-        (8, 64, 1200, 3, True, True, False),
-        (8, 64, 2048, 2, False, True, False),
-        (8, 64, 3584, 9, False, False, False),
-        (8, 64, 1024, 9, False, False, True),
+        (8, 256, 1, False, True),
+        (8, 256, 1, True, False),
+        (8, 512, 1, False, True),
+        (8, 513, 1, False, False),
+        (8, 256, 3, True, True),
+        (16, 256, 17, True, True),
+        (8, 3584, 9, False, False),
+        (8, 1024, 9, False, True),
+        (8, 2000, 9, True, True),
+        (8, 2001, 9, True, False),
     ],
 )
-def test_rows_are_gathered_where_moving_them_costs_more(
-    topk, experts, inner, windows, moves_twice, by_library, expected
-):
-    sizes = 4096, 4096 * topk, experts, inner, windows
-    assert launchers.gathers(*sizes, moves_twice, by_library, is_memory_fast=True) == expected
-
-
-@pytest.mark.parametrize(
-    ("inner", "moves_twice", "expected"), [(1536, False, True), (1024, True, True), (1032, True, False)]
-)
-def test_the_backward_pass_moves_fewer_rows_where_memory_is_slow(inner, moves_twice, expected):
-    assert launchers.gathers(4096, 32768, 64, inner, 1, moves_twice, by_library=True, is_memory_fast=False) == expected
+def test_rows_are_gathered_where_moving_them_costs_more(topk, inner, chunks, moves_twice, expected):
+    assert launchers.gathers(4096, 4096 * topk, inner, chunks, moves_twice) == expected
 
 
 @BY_COPY_AND_MOVES

@@ -28,7 +28,7 @@ SUITES = {
     "fuzz": "random params structs of the CUDA core, and random layers on the CUDA GEMMs for Hopper",
     **{tool: f"the core tests under compute-sanitizer {tool}" for tool in TOOLS},
     **{
-        f"{tool}_hopper": f"tests of the CUDA GEMMs for Hopper on PyTorch tensors, under compute-sanitizer {tool}"
+        f"{tool}_hopper": f"tests of the CUDA GEMMs for Hopper and of layers on them, under compute-sanitizer {tool}"
         for tool in TOOLS
     },
     **{

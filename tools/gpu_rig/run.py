@@ -44,15 +44,17 @@ DEVICE = "cuda_rig:0"
 BESIDE_TESTS = "tests/core/test_cuda_beside.py"
 CORE_OPTIONS = ["--core-device=cuda", "-p", "no:cacheprovider"]
 CORE_TESTS = ["tests/core", f"--ignore={BESIDE_TESTS}", *CORE_OPTIONS]
-# -m "": tests marked slow are slow in the interpreter only
-HOPPER_TESTS = [
-    *(f"tests/triton/test_hopper_{name}.py" for name in ("product", "outer", "float8")),
-    *("--core-device=cuda", "-p", "no:cacheprovider", "-m", ""),
+# -m "": tests marked slow are slow on CPUs only
+HOPPER_FILES = [
+    *(f"tests/core/test_grouped_{name}_cuda.py" for name in ("product", "wgrad", "float8")),
+    *("tests/core/test_layer.py", "tests/core/test_layer_float8.py"),
 ]
+HOPPER_TESTS = [*HOPPER_FILES, *CORE_OPTIONS, "-m", ""]
+LAYER_FUZZ = "tests/core/test_layer_fuzz.py"
 # Cases of each fuzz test: 20,000 in all, which a test of this program counts.
 FUZZ_CASES = 620
 FUZZ_TESTS = [
-    *("tests/triton/test_hopper_fuzz.py", "tests/core/test_fuzz.py", "--core-device=cuda", "-p", "no:cacheprovider"),
+    *(LAYER_FUZZ, "tests/core/test_fuzz.py", *CORE_OPTIONS),
     *(f"--fuzz-cases={FUZZ_CASES}", "-n", "8", "--dist=worksteal"),
 ]
 # Memory that two ranks share. Captured graphs and side streams are left out: a sanitizer may serialise launches.
@@ -65,7 +67,13 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Tests of each group of kernels, and the tools that can check them. initcheck sees the stores of its own process only,
 # so it would report each value that a peer stored.
 SANITIZED: dict[str, tuple[list[str], tuple[str, ...]]] = {
-    "core": ([*CORE_TESTS, "-k", "not large", "--fuzz-cases=60", "-p", "no:faulthandler", "-n", "4"], TOOLS),
+    "core": (
+        [
+            *(*CORE_TESTS, *(f"--ignore={name}" for name in (*HOPPER_FILES, LAYER_FUZZ))),
+            *("-k", "not large", "--fuzz-cases=60", "-p", "no:faulthandler", "-n", "4"),
+        ],
+        TOOLS,
+    ),
     "hopper": ([*HOPPER_TESTS, "-k", "not many_experts", "-p", "no:faulthandler", "-n", "4"], TOOLS),
     "peers": ([*PEER_TESTS, "-p", "no:faulthandler"], tuple(tool for tool in TOOLS if tool != "initcheck")),
 }

@@ -151,7 +151,7 @@ AREAS = {
     "triton_layer": Area(
         tuple(f"paddle_moe_ops/triton/{name}.py" for name in ("gemm/types", "gemm/gather_heuristic", "gemm/mlp")),
         (
-            *_tests("triton", "moe_mlp", "hopper_outer", "hopper_product"),
+            *_tests("triton", "moe_mlp"),
             *_tests("ops", "moe_mlp", "explain_layer"),
         ),
     ),
@@ -206,7 +206,8 @@ AREAS = {
         guards={source: (*tests, *_ALL_OPERATORS) for source, tests in _TESTS_OF_OPERATORS.items()},
     ),
     "csrc_layer": Area(
-        ("paddle_moe_ops/csrc/layer/*.cc",), (*_tests("core", "layer"), *_tests("triton", "layer_choices"))
+        ("paddle_moe_ops/csrc/layer/*.cc",),
+        _tests("core", "layer", "layer_float8", "layer_plan"),
     ),
     "csrc_cpu": Area(
         ("paddle_moe_ops/csrc/cpu/*.cc", "paddle_moe_ops/csrc/common/*.cc"),

@@ -19,6 +19,12 @@ int check_facts(const pmo_layer_facts& f) {
   PMO_REQUIRE(is_size(2 * f.inner, 16) && f.inner > 0, "inner", "a positive multiple of 8");
   PMO_REQUIRE(f.workspace >= 1, "workspace", "1 or more");
   PMO_REQUIRE(f.dtype == PMO_FLOAT16 || f.dtype == PMO_BFLOAT16, "dtype", "PMO_FLOAT16 or PMO_BFLOAT16");
+  const int32_t most_kept = f.float8 != 0 ? PMO_LAYER_KEEPS_CODES : PMO_LAYER_KEEPS;
+  PMO_REQUIRE(f.keeps_hidden >= PMO_LAYER_RECOMPUTES && f.keeps_hidden <= most_kept, "keeps_hidden", "one of pmo_layer_hidden");
+  if (f.float8 == 0) return PMO_OK;
+  PMO_REQUIRE(f.dtype == PMO_BFLOAT16, "dtype", "PMO_BFLOAT16 with float8 operands");
+  PMO_REQUIRE(f.hidden % 16 == 0, "hidden", "a multiple of 16 with float8 operands");
+  PMO_REQUIRE(f.inner % PMO_QUANTIZE_GROUP == 0, "inner", "a multiple of 128 with float8 operands");
   return PMO_OK;
 }
 
@@ -37,10 +43,22 @@ int check_layer(const pmo_layer_facts& f, const pmo_layer_params& p) {
   PMO_REQUIRE(is_id_kind(p.sizes_kind) && is_id_kind(p.offsets_kind), "sizes_kind", "PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64");
   const bool has_hidden = p.hidden != nullptr;
   PMO_REQUIRE(f.num_rows == 0 || has_hidden == (f.keeps_hidden != 0), "hidden", "an array where facts.keeps_hidden");
+  PMO_REQUIRE(f.num_rows == 0 || (p.hidden_scales != nullptr) == (f.keeps_hidden == PMO_LAYER_KEEPS_CODES), "hidden_scales",
+              "an array where facts.keeps_hidden is PMO_LAYER_KEEPS_CODES");
   PMO_REQUIRE(f.num_rows == 0 || (p.d_weights != nullptr) == (f.needs_d_weights != 0), "d_weights",
               "an array where facts.needs_d_weights");
   PMO_REQUIRE(is_16_bytes(p.workspace), "workspace", "an array at a multiple of 16 bytes");
   PMO_REQUIRE(is_backward || p.out != nullptr || f.num_tokens == 0, "out", "an array");
+  const auto is_accumulation = [](int32_t value) { return value >= PMO_GROUPED_OVERWRITES && value <= PMO_GROUPED_ADDS_FLOAT32; };
+  PMO_REQUIRE(is_accumulation(p.gate_up_accumulation), "gate_up_accumulation", "one of pmo_grouped_accumulation");
+  PMO_REQUIRE(is_accumulation(p.down_accumulation), "down_accumulation", "one of pmo_grouped_accumulation");
+  if (f.float8 == 0 || f.has_codes == 0) return PMO_OK;
+  const auto has_codes = [](const pmo_layer_codes& matrix) { return is_16_bytes(matrix.codes) && matrix.scales != nullptr; };
+  const bool multiplies_forward = !is_backward || f.keeps_hidden == PMO_LAYER_RECOMPUTES;
+  PMO_REQUIRE(!multiplies_forward || has_codes(p.gate_up_codes), "gate_up_codes", "codes and scales");
+  PMO_REQUIRE(is_backward || has_codes(p.down_codes), "down_codes", "codes and scales");
+  PMO_REQUIRE(!is_backward || has_codes(p.turned_down_codes), "turned_down_codes", "codes and scales");
+  PMO_REQUIRE(!is_backward || p.d_x == nullptr || has_codes(p.turned_gate_up_codes), "turned_gate_up_codes", "codes and scales");
   return PMO_OK;
 }
 

@@ -54,6 +54,7 @@ int64_t chunk_columns(const pmo_layer_facts& f) {
   const int64_t row_bytes = std::max<int64_t>(f.num_rows * kItemBytes, 1);
   const int64_t columns = f.workspace / row_bytes / kColumnStep * kColumnStep;
   const int64_t most = std::min(std::max(columns, kColumnStep), f.hidden);
+  if (f.float8 != 0) return most;  // the float8 kernel has one tile width
   const int64_t fitting = fitting_columns(f.inner, most);
   const bool fits = most != f.hidden && fitting > 0 && plain_tile_rows(f, f.inner, fitting) == PMO_GROUPED_TILE_ROWS;
   return fits ? fitting : most;
@@ -61,13 +62,13 @@ int64_t chunk_columns(const pmo_layer_facts& f) {
 
 // Rows of a row chunk: the last tile of a chunk may extend beyond it.
 int64_t chunk_rows(const pmo_layer_facts& f) {
-  int64_t rows = f.workspace / (f.hidden * kItemBytes);
+  int64_t rows = f.workspace / (f.float8 != 0 ? f.hidden + 4 * divide_up(f.hidden, kGroup) : f.hidden * kItemBytes);
   if (rows < f.num_rows) rows = std::max<int64_t>(rows - PMO_GROUPED_TURNED_ROWS, PMO_GROUPED_TURNED_ROWS);
   return std::max<int64_t>(std::min(rows, f.num_rows), 1);
 }
 
 bool gathers(const pmo_layer_facts& f, int64_t chunks) {
-  if (f.num_tokens == 0) return false;
+  if (f.num_tokens == 0 || f.float8 != 0) return false;
   if (f.num_rows <= kMemoryBoundRows * f.num_experts) return true;
   GatherLimits limits = kForwardLimits;
   if (f.backward != 0) limits = has_fast_memory(f) ? kBackwardLimitsWithFastMemory : kBackwardLimits;
@@ -76,7 +77,25 @@ bool gathers(const pmo_layer_facts& f, int64_t chunks) {
   return f.num_rows * f.inner <= (2 * f.num_rows + chunks * f.num_tokens) * limits.per_pass;
 }
 
+// Codes and scales of a float8 pass.
+int64_t float8_bytes(const pmo_layer_facts& f, const pmo_layer_plan& plan) {
+  int64_t bytes = codes_bytes(f.num_tokens, f.hidden) + codes_bytes(held_rows(f, plan), f.hidden);
+  if (f.backward == 0) bytes += codes_bytes(f.num_rows, f.inner);
+  if (f.backward != 0 && f.keeps_hidden != PMO_LAYER_KEEPS_CODES) bytes += codes_bytes(f.num_rows, 2 * f.inner);
+  if (f.has_codes == 0) bytes += matrix_codes_bytes(f);
+  return bytes;
+}
+
 }  // namespace
+
+int64_t codes_bytes(int64_t rows, int64_t columns) {
+  return aligned_bytes(rows * columns) + aligned_bytes(4 * rows * divide_up(columns, kGroup));
+}
+
+int64_t matrix_codes_bytes(const pmo_layer_facts& f) {
+  const int64_t blocks = divide_up(f.hidden, kGroup) * divide_up(2 * f.inner, kGroup);
+  return aligned_bytes(f.num_experts * f.hidden * 2 * f.inner) + aligned_bytes(4 * f.num_experts * blocks);
+}
 
 bool has_fast_memory(const pmo_layer_facts& f) { return f.memory_gbps >= kFastGbpsPerSm * f.num_sms; }
 
@@ -97,6 +116,10 @@ int32_t plain_tile_rows(const pmo_layer_facts& f, int64_t inner, int64_t columns
   return inner <= most ? PMO_GROUPED_TILE_ROWS : PMO_GROUPED_TURNED_ROWS;
 }
 
+int64_t held_rows(const pmo_layer_facts& f, const pmo_layer_plan& plan) {
+  return std::min(plan.chunk_rows + PMO_GROUPED_TURNED_ROWS, f.num_rows);
+}
+
 GroupedLayout layout_of(const pmo_layer_facts& f, const pmo_layer_plan& plan) {
   return {f.num_experts, plan.num_chunks > 1 ? plan.num_chunks : 0};
 }
@@ -109,22 +132,24 @@ pmo_layer_plan plan_of(const pmo_layer_facts& f) {
   plan.chunk_columns = chunk_columns(f);
   plan.gathers = gathers(f, plan.num_chunks);
   int64_t buffer = f.num_rows * plan.chunk_columns;
-  if (plan.gathers) {
-    plan.num_chunks = 0;
-  } else {
-    buffer = std::max(buffer, (plan.chunk_rows + PMO_GROUPED_TURNED_ROWS) * f.hidden);
-  }
+  if (plan.gathers) plan.num_chunks = 0;
+  if (!plan.gathers && f.float8 == 0) buffer = std::max(buffer, held_rows(f, plan) * f.hidden);
   plan.buffer_bytes = std::min(buffer, f.num_rows * f.hidden) * kItemBytes;
-  const bool d_out_is_permuted = !plan.gathers && plan.num_chunks <= 1;  // the buffer still contains its rows
+  // The buffer still contains its rows.
+  const bool d_out_is_permuted = !plan.gathers && plan.num_chunks <= 1 && f.float8 == 0;
   const bool has_tokens = f.num_tokens > 0;
   plan.gathers_d_out = has_tokens && (plan.gathers || (!d_out_is_permuted && f.inner <= kMaxColumnsOfGatheringWgrad));
   plan.gathers_x = has_tokens && (plan.gathers || 2 * f.inner <= kMaxColumnsOfGatheringWgrad);
   plan.sum_tile_rows = plain_tile_rows(f, is_backward ? 2 * f.inner : f.inner, plan.chunk_columns);
-  const int64_t heights = plan.sum_tile_rows == PMO_GROUPED_TURNED_ROWS ? 1 : 2;
+  if (f.float8 != 0) plan.sum_tile_rows = PMO_GROUPED_TILE_ROWS;
+  const int64_t heights = f.float8 != 0 || plan.sum_tile_rows == PMO_GROUPED_TURNED_ROWS ? 1 : 2;
   plan.tables_size = heights * layout_of(f, plan).size();
   const int64_t rows_bytes = f.num_rows * kItemBytes;
-  plan.bytes = aligned_bytes(plan.buffer_bytes) + aligned_bytes(4 * plan.tables_size) + aligned_bytes(rows_bytes * f.inner);
-  if (is_backward && !f.keeps_hidden) plan.bytes += aligned_bytes(rows_bytes * 2 * f.inner);
+  plan.bytes = aligned_bytes(plan.buffer_bytes) + aligned_bytes(4 * plan.tables_size);
+  const bool has_hidden = f.keeps_hidden == PMO_LAYER_KEEPS;
+  if (is_backward || f.float8 == 0) plan.bytes += aligned_bytes(rows_bytes * f.inner);
+  if (is_backward && !has_hidden) plan.bytes += aligned_bytes(rows_bytes * 2 * f.inner);
+  if (f.float8 != 0) plan.bytes += float8_bytes(f, plan);
   if (is_backward && f.needs_d_weights) {
     plan.bytes += aligned_bytes(4 * f.num_rows * divide_up(f.inner, PMO_GROUPED_TILE_COLUMNS));
   }

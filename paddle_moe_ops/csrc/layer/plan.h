@@ -16,6 +16,8 @@ constexpr int64_t kArrayAlignment = 256;
 
 constexpr int64_t kItemBytes = 2;  // of a row's element
 
+constexpr int64_t kGroup = PMO_QUANTIZE_GROUP;  // columns that share a scale
+
 inline int64_t aligned_bytes(int64_t bytes) { return round_up(bytes, kArrayAlignment); }
 
 // True if memory bandwidth per SM is high: it is on an H200, not on an H100.
@@ -27,6 +29,13 @@ int32_t plain_tile_rows(const pmo_layer_facts& facts, int64_t inner, int64_t col
 
 // Tile columns of the ping-pong kernel: PMO_GROUPED_WIDE_COLUMNS or PMO_GROUPED_TILE_COLUMNS.
 int32_t tile_columns(int64_t inner, int64_t columns);
+
+// Bytes of the codes and scales of rows, and of the larger matrix.
+int64_t codes_bytes(int64_t rows, int64_t columns);
+int64_t matrix_codes_bytes(const pmo_layer_facts& facts);
+
+// Rows of a row chunk and those that its last tile reads.
+int64_t held_rows(const pmo_layer_facts& facts, const pmo_layer_plan& plan);
 
 // Layout of the tile schedules of a plan.
 GroupedLayout layout_of(const pmo_layer_facts& facts, const pmo_layer_plan& plan);

@@ -113,7 +113,8 @@ Outputs run(const DirectOperator& callee, const Arguments& arguments) {
 PyObject* results_of(const Outputs& outputs) {
   PyObject* results = PyTuple_New(static_cast<Py_ssize_t>(outputs.size()));
   for (size_t i = 0; results != nullptr && i < outputs.size(); ++i) {
-    PyTuple_SetItem(results, static_cast<Py_ssize_t>(i), paddle::pybind::ToPyObject(outputs[i], false));
+    PyObject* const result = outputs[i].defined() ? paddle::pybind::ToPyObject(outputs[i], false) : none();
+    PyTuple_SetItem(results, static_cast<Py_ssize_t>(i), result);
   }
   return results;
 }

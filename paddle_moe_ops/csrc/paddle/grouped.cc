@@ -40,6 +40,24 @@ paddle::Tensor in_dtype(const Target& target, const paddle::Tensor& tensor, padd
   return tensor.cast(dtype);
 }
 
+int32_t grouped_dtype(paddle::DataType dtype) {
+  if (dtype == paddle::DataType::FLOAT16) return PMO_FLOAT16;
+  return dtype == paddle::DataType::BFLOAT16 ? PMO_BFLOAT16 : PMO_FLOAT32;
+}
+
+bool has_grouped_kernels(const Target& target, int32_t dtype, int64_t num_rows, int64_t num_experts, int64_t inner,
+                         int64_t outer) {
+  pmo_grouped_facts facts = {};
+  facts.struct_size = sizeof(facts);
+  facts.num_rows = num_rows;
+  facts.num_experts = num_experts;
+  facts.inner = inner;
+  facts.outer = outer;
+  facts.dtype = dtype;
+  facts.capability = capability_here(target);
+  return pmo_grouped_takes(&facts) != 0;
+}
+
 paddle::Tensor integers_on(const Target& target, const paddle::Tensor& integers) {
   const paddle::Tensor on_any = dense(integers);
   return on_any.place() == target.place() ? on_any : on_any.copy_to(target.place(), true);
@@ -54,13 +72,8 @@ Matrix readable_rows(const Target& target, const paddle::Tensor& rows) {
 }
 
 Grouped::Grouped(const Target& target, const char* function, const paddle::Tensor& sizes, const paddle::Tensor* offsets,
-                 int64_t num_rows, int32_t tile_rows)
-    : target_(target),
-      function_(function),
-      sizes_(integers_on(target, sizes)),
-      num_rows_(num_rows),
-      experts_(sizes.shape()[0]),
-      tile_rows_(tile_rows) {
+                 int64_t num_rows)
+    : target_(target), function_(function), sizes_(integers_on(target, sizes)), num_rows_(num_rows), experts_(sizes.shape()[0]) {
   index_kind(sizes, function, "sizes");
   if (offsets == nullptr) return;
   require_rank(*offsets, 1, function, "offsets");
@@ -84,31 +97,14 @@ int32_t* Grouped::table(int64_t place) const {
     }
     tables_ = target_.empty_int32({layout().size()});
     p.tables = tables_.data<int32_t>();
-    p.tile_rows = tile_rows_;
+    p.tile_rows = PMO_GROUPED_TURNED_ROWS;
     check_status(PMO_CALL(target_, grouped_tables, &p), function_);
   }
   return tables_.data<int32_t>() + place;
 }
 
 bool Grouped::has_kernels(paddle::DataType dtype, int64_t inner, int64_t outer) const {
-  return supports(dtype == paddle::DataType::FLOAT16    ? PMO_FLOAT16
-                  : dtype == paddle::DataType::BFLOAT16 ? PMO_BFLOAT16
-                                                        : PMO_FLOAT32,
-                  inner, outer);
-}
-
-bool Grouped::has_float8_kernels(int64_t inner, int64_t outer) const { return supports(PMO_FLOAT8_E4M3FN, inner, outer); }
-
-bool Grouped::supports(int32_t dtype, int64_t inner, int64_t outer) const {
-  pmo_grouped_facts facts = {};
-  facts.struct_size = sizeof(facts);
-  facts.num_rows = num_rows_;
-  facts.num_experts = experts_;
-  facts.inner = inner;
-  facts.outer = outer;
-  facts.dtype = dtype;
-  facts.capability = capability_here(target_);
-  return pmo_grouped_takes(&facts) != 0;
+  return has_grouped_kernels(target_, grouped_dtype(dtype), num_rows_, experts_, inner, outer);
 }
 
 paddle::Tensor Grouped::gemm(const paddle::Tensor& rows, const paddle::Tensor& matrices, bool transpose,
@@ -116,8 +112,7 @@ paddle::Tensor Grouped::gemm(const paddle::Tensor& rows, const paddle::Tensor& m
   const MatrixSizes sizes(matrices.shape(), transpose);
   if (has_kernels(matrices.dtype(), sizes.inner, sizes.outer)) {
     paddle::Tensor out = target_.empty({num_rows_, sizes.outer}, matrices.dtype());
-    launch({}, rows, matrices, transpose, &out);
-    clear_ungrouped_rows(&out);
+    launch(rows, matrices, transpose, &out);
     return in_dtype(target_, out, dtype);
   }
   const paddle::DataType summed = matmul_dtype(matrices.dtype());
@@ -176,56 +171,41 @@ paddle::Tensor Grouped::wgrad(const paddle::Tensor& p, const paddle::Tensor& q, 
   return in_dtype(target_, out, dtype);
 }
 
-void Grouped::launch([[maybe_unused]] pmo_grouped_product_params params, [[maybe_unused]] const paddle::Tensor& rows,
-                     [[maybe_unused]] const paddle::Tensor& matrices, [[maybe_unused]] bool transpose,
-                     [[maybe_unused]] paddle::Tensor* out) const {
+void Grouped::launch([[maybe_unused]] const paddle::Tensor& rows, [[maybe_unused]] const paddle::Tensor& matrices,
+                     [[maybe_unused]] bool transpose, [[maybe_unused]] paddle::Tensor* out) const {
 #ifdef PMO_WITH_CUDA
   const MatrixSizes sizes(matrices.shape(), transpose);
   const Matrix source = readable_rows(target_, in_dtype(target_, rows, matrices.dtype()));
   const paddle::Tensor factors = target_.aligned(dense(matrices));
+  pmo_grouped_product_params params = {};
   params.struct_size = sizeof(params);
-  set_tables(&params);
+  params.num_rows = params.num_sources = params.window_rows = num_rows_;
+  params.num_experts = experts_;
   params.inner = sizes.inner;
-  params.outer = sizes.outer;
-  params.width = out->shape()[1];
+  params.outer = params.width = sizes.outer;
   params.x = source.data;
   params.x_row_stride = source.row_stride;
   params.matrix = factors.data();
-  params.tile_rows = tile_rows_;
+  params.first = table(0);
+  params.stop = table(layout().stop());
+  params.tiles = table(layout().tiles());
+  params.window = table(layout().window_of_all_rows());
+  params.counters = table(layout().counters());
+  params.tile_rows = PMO_GROUPED_TURNED_ROWS;
   params.out = out->data();
   params.dtype = dtype_of(matrices, function_, "the matrices");
   params.transpose = transpose;
   check_status(pmo_grouped_product_cuda(&params, target_.stream()), function_);
+  pmo_grouped_clear_params clear = {};
+  clear.struct_size = sizeof(clear);
+  clear.num_rows = num_rows_;
+  clear.num_experts = experts_;
+  clear.row_size = sizes.outer * static_cast<int64_t>(phi::SizeOf(out->dtype()));
+  clear.first = params.first;
+  clear.stop = params.stop;
+  clear.rows = out->data();
+  check_status(pmo_grouped_clear_cuda(&clear, target_.stream()), function_);
 #endif
-}
-
-void Grouped::launch_float8([[maybe_unused]] pmo_grouped_float8_params params, [[maybe_unused]] const Float8& rows,
-                            [[maybe_unused]] const Float8& matrices, [[maybe_unused]] paddle::Tensor* out) const {
-#ifdef PMO_WITH_CUDA
-  params.struct_size = sizeof(params);
-  set_tables(&params);
-  params.inner = matrices.codes.shape()[2];
-  params.outer = matrices.codes.shape()[1];
-  params.width = params.result == PMO_GROUPED_GATED ? params.outer / 2 : params.outer;
-  params.x = rows.codes.data();
-  params.x_scales = rows.scales.data<float>();
-  params.matrix = matrices.codes.data();
-  params.matrix_scales = matrices.scales.data<float>();
-  params.out = out == nullptr ? nullptr : out->data();
-  check_status(pmo_grouped_float8_cuda(&params, target_.stream()), function_);
-#endif
-}
-
-// Sets the fields of a launch over all rows and tiles.
-template <typename Params>
-void Grouped::set_tables(Params* params) const {
-  params->num_rows = params->num_sources = params->window_rows = num_rows_;
-  params->num_experts = experts_;
-  params->first = table(0);
-  params->stop = table(layout().stop());
-  params->tiles = table(layout().tiles());
-  params->window = table(layout().window_of_all_rows());
-  params->counters = table(layout().counters());
 }
 
 const std::vector<int32_t>& Grouped::on_host() const {
@@ -269,20 +249,6 @@ void Grouped::multiply(const paddle::Tensor& x, const paddle::Tensor& y, bool tr
 void Grouped::clear_rows(paddle::Tensor* out, int64_t begin, int64_t end) const {
   const int64_t row_bytes = out->shape().back() * static_cast<int64_t>(phi::SizeOf(out->dtype()));
   if (begin < end && row_bytes > 0) target_.clear(static_cast<char*>(out->data()) + begin * row_bytes, (end - begin) * row_bytes);
-}
-
-void Grouped::clear_ungrouped_rows(paddle::Tensor* out) const {
-#ifdef PMO_WITH_CUDA
-  pmo_grouped_clear_params p = {};
-  p.struct_size = sizeof(p);
-  p.num_rows = num_rows_;
-  p.num_experts = experts_;
-  p.row_size = out->shape().back() * static_cast<int64_t>(phi::SizeOf(out->dtype()));
-  p.first = table(0);
-  p.stop = table(experts_);
-  p.rows = out->data();
-  check_status(pmo_grouped_clear_cuda(&p, target_.stream()), function_);
-#endif
 }
 
 }  // namespace binding

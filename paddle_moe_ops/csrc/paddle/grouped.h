@@ -34,6 +34,13 @@ paddle::Tensor integers_on(const Target& target, const paddle::Tensor& integers)
 // Rows that TMA can load: at multiples of 16 bytes, without overlap.
 Matrix readable_rows(const Target& target, const paddle::Tensor& rows);
 
+// pmo_dtype of GEMM operands, PMO_FLOAT32 if no kernel has them.
+int32_t grouped_dtype(paddle::DataType dtype);
+
+// True if the kernels support a GEMM of operands of a pmo_dtype on the target.
+bool has_grouped_kernels(const Target& target, int32_t dtype, int64_t num_rows, int64_t num_experts, int64_t inner,
+                         int64_t outer);
+
 // Float8 codes and scales: rows [M, columns] have one scale per 128 columns, matrices one per 128 x 128 elements.
 struct Float8 {
   paddle::Tensor codes, scales;
@@ -42,14 +49,9 @@ struct Float8 {
 class Grouped {
  public:
   // `sizes` [E] have been checked by the caller. `offsets` have at least E entries; null: the groups are contiguous. Either may
-  // be in host memory. Groups are cut at `num_rows`. Kernels use tiles of `tile_rows` rows.
+  // be in host memory. Groups are cut at `num_rows`.
   Grouped(const Target& target, const char* function, const paddle::Tensor& sizes, const paddle::Tensor* offsets,
-          int64_t num_rows, int32_t tile_rows = PMO_GROUPED_TURNED_ROWS);
-
-  // True if the kernels support a GEMM of this dtype and these sizes on the target.
-  bool has_kernels(paddle::DataType dtype, int64_t inner, int64_t outer) const;
-  // The same for float8 operands, which need tiles of PMO_GROUPED_TILE_ROWS rows.
-  bool has_float8_kernels(int64_t inner, int64_t outer) const;
+          int64_t num_rows);
 
   // Grouped GEMM: rows [M, D] times the matrix of each row's group -> [M, N] of `dtype`, zeros in rows of no group. Kernels and
   // Paddle's GPU matmul round to the dtype of the matrices first; on a CPU the results are float32.
@@ -58,25 +60,14 @@ class Grouped {
   // Grouped wgrad: p [M, P], q [M, Q] -> p^T q over the rows of each group, [E, P, Q] of `dtype`, which is that of the matrices.
   paddle::Tensor wgrad(const paddle::Tensor& p, const paddle::Tensor& q, paddle::DataType dtype) const;
 
-  // Launches the grouped GEMM kernel alone. It sets x, the matrix and the tables in `params`; the caller sets `hidden`, `weights`
-  // and the other fields. Rows of no group are not written.
-  void launch(pmo_grouped_product_params params, const paddle::Tensor& rows, const paddle::Tensor& matrices, bool transpose,
-              paddle::Tensor* out) const;
-
-  // Launches the float8 kernel: rows, and matrices [E, N, D] with D = K. A gated result does not need `out`.
-  void launch_float8(pmo_grouped_float8_params params, const Float8& rows, const Float8& matrices, paddle::Tensor* out) const;
-
-  // Zeroes the rows of no group, which launches do not write.
-  void clear_ungrouped_rows(paddle::Tensor* out) const;
-
   int64_t num_rows() const { return num_rows_; }
 
  private:
   GroupedLayout layout() const { return {experts_, 0}; }
   int32_t* table(int64_t place) const;
-  template <typename Params>
-  void set_tables(Params* params) const;
-  bool supports(int32_t dtype, int64_t inner, int64_t outer) const;
+  bool has_kernels(paddle::DataType dtype, int64_t inner, int64_t outer) const;
+  // Launches the grouped GEMM kernel, which does not write rows of no group, and zeroes these.
+  void launch(const paddle::Tensor& rows, const paddle::Tensor& matrices, bool transpose, paddle::Tensor* out) const;
   const std::vector<int32_t>& on_host() const;
   template <typename Function>
   void each(const Function& function) const;
@@ -89,7 +80,6 @@ class Grouped {
   const char* function_;
   paddle::Tensor sizes_, offsets_;
   int64_t num_rows_, experts_;
-  int32_t tile_rows_;
   mutable paddle::Tensor tables_;  // of pmo/grouped_rows.h for one tile height, without chunks
   mutable std::vector<int32_t> host_;
 };

@@ -3,6 +3,8 @@
 
 #include "paddle/moe_mlp.h"
 
+#include <utility>
+
 #include "paddle/direct.h"
 #include "paddle/movement.h"
 #include "paddle/pages.h"
@@ -46,21 +48,163 @@ paddle::Tensor weights_by_row(const Target& target, const MlpAttributes& a, cons
   return by_row;
 }
 
+// H for a backward pass that overwrites it.
+paddle::Tensor overwritable(const MlpAttributes& a, const ExpertLayer& layer, const paddle::Tensor& hidden) {
+  paddle::Tensor values = dense(hidden);
+  if (a.in_place) {
+    values.bump_inplace_version();
+    return values;
+  }
+  paddle::Tensor copy = layer.target().empty(values.shape(), values.dtype());
+  layer.target().copy(values.data(), values.numel() * static_cast<int64_t>(phi::SizeOf(values.dtype())), copy.data());
+  return copy;
+}
+
 }  // namespace
 
-ExpertLayer::ExpertLayer(const MlpAttributes& attributes, const MlpOperands& operands, int32_t tile_rows,
-                         const paddle::Tensor* hidden, const paddle::Tensor* d_out)
+bool layer_has_kernels(const Target& target, paddle::DataType dtype, int64_t num_rows, int64_t num_experts, int64_t hidden_size,
+                       int64_t inner, bool float8) {
+  if (float8 && (dtype != paddle::DataType::BFLOAT16 || inner % PMO_QUANTIZE_GROUP != 0)) return false;
+  const int32_t operands = float8 ? PMO_FLOAT8_E4M3FN : grouped_dtype(dtype);
+  // sizes of the GEMMs for H and dA'; the other GEMMs have the same sizes, transposed
+  return has_grouped_kernels(target, operands, num_rows, num_experts, hidden_size, 2 * inner) &&
+         has_grouped_kernels(target, operands, num_rows, num_experts, hidden_size, inner);
+}
+
+ExpertLayer::ExpertLayer(const MlpAttributes& attributes, const MlpOperands& operands, bool float8, const paddle::Tensor* hidden,
+                         const paddle::Tensor* d_out)
     : target_(kMoeMlp,
               {&operands.x, &operands.gate_up, &operands.down, &operands.weights, &operands.token_rows, &operands.row_to_token},
               {hidden, d_out}),
       transpose_(attributes.transpose),
+      float8_(float8),
+      workspace_(attributes.workspace),
       operands_(operands),
       groups_(checked(target_, attributes, operands), kMoeMlp, operands.sizes, &operands.offsets,
-              dim(operands.row_to_token.shape(), 0), tile_rows),
+              dim(operands.row_to_token.shape(), 0)),
       row_to_token_(dense(operands.row_to_token)),
       row_weights_(weights_by_row(target_, attributes, operands)),
       hidden_size(operands.x.shape()[1]),
-      inner(MatrixSizes(operands.down.shape(), attributes.transpose).inner) {}
+      inner(MatrixSizes(operands.down.shape(), attributes.transpose).inner),
+      has_kernels_(
+          layer_has_kernels(target_, operands.x.dtype(), num_rows(), operands.down.shape()[0], hidden_size, inner, float8)) {}
+
+paddle::Tensor ExpertLayer::outputs(pmo_layer_hidden keep, bool clears, const MatrixCodes& codes, Kept* kept) const {
+  if (!has_kernels_) {
+    paddle::Tensor hidden = composed_hidden(codes);
+    if (keep != PMO_LAYER_RECOMPUTES) *kept = kept_of(hidden, keep);
+    return composed_outputs(std::move(hidden), codes);
+  }
+  paddle::Tensor out = target_.empty(operands_.x.shape(), dtype());
+  pmo_layer_facts f = {};
+  pmo_layer_params p = {};
+  f.keeps_hidden = keep;
+  if (keep == PMO_LAYER_KEEPS) {
+    kept->values = new_rows(2 * inner, dtype());
+    p.clears_hidden = clears;
+#ifndef PMO_PADDLE_2
+  } else if (keep == PMO_LAYER_KEEPS_CODES) {
+    kept->values = new_rows(2 * inner, paddle::DataType::FLOAT8_E4M3FN);
+    kept->scales = target_.empty_float32({num_rows(), 2 * inner / PMO_QUANTIZE_GROUP});
+    p.hidden_scales = kept->scales.data<float>();
+#endif
+  }
+  if (keep != PMO_LAYER_RECOMPUTES) p.hidden = kept->values.data();
+  p.out = out.data();
+  run(f, p, codes);
+  return out;
+}
+
+void ExpertLayer::backward(const MlpAttributes& a, const Kept& kept, const paddle::Tensor& d_out, const MatrixCodes& codes,
+                           const Sums& sums, Outputs* gradients) const {
+  if (!has_kernels_) return composed_backward(a, kept, d_out, codes, gradients);
+  const auto wanted = [&](size_t place, bool is_wanted, const paddle::Tensor& operand) -> void* {
+    if (!is_wanted) return nullptr;
+    (*gradients)[place] = target_.empty(operand.shape(), operand.dtype());
+    return (*gradients)[place].data();
+  };
+  const auto added = [&](const paddle::Tensor* sum, size_t place, bool is_wanted, const paddle::Tensor& operand,
+                         int32_t* accumulation) -> void* {
+    if (sum == nullptr || !is_wanted) return wanted(place, is_wanted, operand);
+    *accumulation = sum->dtype() == paddle::DataType::FLOAT32 ? PMO_GROUPED_ADDS_FLOAT32 : PMO_GROUPED_ADDS;
+    return const_cast<void*>(sum->data());
+  };
+  pmo_layer_facts f = {};
+  pmo_layer_params p = {};
+  f.backward = 1;
+  p.d_x = wanted(0, a.need_x_grad, operands_.x);
+  p.d_gate_up = added(sums.gate_up, 1, a.need_gate_up_grad, operands_.gate_up, &p.gate_up_accumulation);
+  p.d_down = added(sums.down, 2, a.need_down_grad, operands_.down, &p.down_accumulation);
+  p.d_weights = static_cast<float*>(wanted(3, a.need_weights_grad, row_weights_));
+  f.needs_d_weights = a.need_weights_grad;
+  if (kept.values.defined()) {
+    f.keeps_hidden = kept.scales.defined() ? PMO_LAYER_KEEPS_CODES : PMO_LAYER_KEEPS;
+    p.hidden = const_cast<void*>(kept.values.data());
+    if (kept.scales.defined()) p.hidden_scales = const_cast<float*>(kept.scales.data<float>());
+  }
+  const Matrix rows = readable_rows(target_, d_out);
+  p.d_out = rows.data;
+  p.d_out_row_stride = rows.row_stride;
+  run(f, p, codes);
+}
+
+void ExpertLayer::run([[maybe_unused]] pmo_layer_facts f, [[maybe_unused]] pmo_layer_params p,
+                      [[maybe_unused]] const MatrixCodes& codes) const {
+#ifdef PMO_WITH_CUDA
+  static constexpr pmo_layer_kernels kKernels = {pmo_grouped_tables_cuda, pmo_permute_cuda,  pmo_grouped_product_cuda,
+                                                 pmo_grouped_outer_cuda,  pmo_row_sums_cuda, pmo_unpermute_cuda,
+                                                 pmo_grouped_clear_cuda,  pmo_quantize_cuda, pmo_quantize_blocks_cuda,
+                                                 pmo_grouped_float8_cuda};
+  const MlpOperands& o = operands_;
+  f.struct_size = sizeof f;
+  f.num_tokens = o.x.shape()[0];
+  f.num_rows = num_rows();
+  f.num_experts = o.down.shape()[0];
+  f.hidden = hidden_size;
+  f.inner = inner;
+  f.workspace = workspace_;
+  f.dtype = dtype_of(o.x, kMoeMlp, "x");
+  f.float8 = float8_;
+  f.has_codes = codes.down.codes.defined() || codes.turned_down.codes.defined();
+  pmo_gpu_facts_cuda(&f.num_sms, &f.memory_gbps);
+  pmo_layer_plan plan;
+  check_status(pmo_layer_plan_of(&f, &plan), kMoeMlp);
+  const paddle::Tensor workspace = target_.empty({plan.bytes}, paddle::DataType::UINT8);
+  const Matrix tokens = readable_rows(target_, o.x);
+  const paddle::Tensor gate_up = target_.aligned(dense(o.gate_up)), down = target_.aligned(dense(o.down));
+  const paddle::Tensor token_rows = dense(o.token_rows), sizes = integers_on(target_, o.sizes),
+                       offsets = integers_on(target_, o.offsets);
+  const auto pointers = [](const Float8& matrix) {
+    return matrix.codes.defined() ? pmo_layer_codes{matrix.codes.data(), matrix.scales.data<float>()} : pmo_layer_codes{};
+  };
+  p.struct_size = sizeof p;
+  p.slots_per_token = token_rows.shape()[1];
+  p.x = tokens.data;
+  p.x_row_stride = tokens.row_stride;
+  p.gate_up = gate_up.data();
+  p.down = down.data();
+  p.weights = row_weights_.data<float>();
+  p.token_rows = token_rows.data<int32_t>();
+  p.row_to_token = row_to_token_.data<int32_t>();
+  p.sizes = sizes.data();
+  p.offsets = offsets.data();
+  p.sizes_kind = index_kind(o.sizes, kMoeMlp, "sizes");
+  p.offsets_kind = index_kind(o.offsets, kMoeMlp, "offsets");
+  p.gate_up_codes = pointers(codes.gate_up);
+  p.down_codes = pointers(codes.down);
+  p.turned_gate_up_codes = pointers(codes.turned_gate_up);
+  p.turned_down_codes = pointers(codes.turned_down);
+  p.workspace = const_cast<void*>(workspace.data());
+  p.transpose = transpose_;
+  check_status(pmo_layer_run(&f, &p, &kKernels, target_.stream()), kMoeMlp);
+#endif
+}
+
+// ---- without kernels
+
+Kept ExpertLayer::kept_of(const paddle::Tensor& hidden, pmo_layer_hidden) const { return {hidden, {}}; }
+
+paddle::Tensor ExpertLayer::hidden_of(const Kept& kept) const { return kept.values; }
 
 paddle::Tensor ExpertLayer::new_rows(int64_t columns, paddle::DataType dtype) const {
   paddle::Tensor rows = target_.empty({num_rows(), columns}, dtype);
@@ -93,7 +237,7 @@ paddle::Tensor ExpertLayer::swiglu(const paddle::Tensor& hidden) const {
   return act;
 }
 
-ActivationGradients ExpertLayer::swiglu_backward(const paddle::Tensor& hidden, paddle::Tensor scaled) const {
+ExpertLayer::ActivationGradients ExpertLayer::swiglu_backward(const paddle::Tensor& hidden, paddle::Tensor scaled) const {
   ActivationGradients gradients;
   gradients.d_weights = target_.empty_float32({num_rows()});
   gradients.d_hidden = new_rows(2 * inner, hidden.dtype());
@@ -113,31 +257,28 @@ ActivationGradients ExpertLayer::swiglu_backward(const paddle::Tensor& hidden, p
   return gradients;
 }
 
-paddle::Tensor ExpertLayer::d_down(const ActivationGradients& gradients, const paddle::Tensor& d_out) const {
-  const paddle::Tensor rows = gradients.d_out.defined() ? gradients.d_out : rows_of(d_out);
-  return transpose_ ? groups_.wgrad(rows, gradients.scaled, dtype()) : groups_.wgrad(gradients.scaled, rows, dtype());
-}
-
-paddle::Tensor ExpertLayer::d_gate_up(const ActivationGradients& gradients) const {
-  const paddle::Tensor rows = rows_of(operands_.x);
-  return transpose_ ? groups_.wgrad(gradients.d_hidden, rows, dtype()) : groups_.wgrad(rows, gradients.d_hidden, dtype());
-}
-
-void ExpertLayer::backward(const MlpAttributes& a, const paddle::Tensor* kept, const paddle::Tensor& d_out,
-                           Outputs* gradients) const {
-  ActivationGradients activation = activation_gradients(kept, d_out, a.need_weights_grad);
+void ExpertLayer::composed_backward(const MlpAttributes& a, const Kept& kept, const paddle::Tensor& d_out,
+                                    const MatrixCodes& codes, Outputs* gradients) const {
+  ActivationGradients activation =
+      activation_gradients(kept.values.defined() ? hidden_of(kept) : composed_hidden(codes), d_out, codes);
+  const auto wgrad = [&](const paddle::Tensor& inputs, const paddle::Tensor& outputs) {
+    return transpose_ ? groups_.wgrad(outputs, inputs, dtype()) : groups_.wgrad(inputs, outputs, dtype());
+  };
   if (a.need_weights_grad) (*gradients)[3] = activation.d_weights;
-  if (a.need_down_grad) (*gradients)[2] = d_down(activation, d_out);
+  if (a.need_down_grad) {
+    (*gradients)[2] = wgrad(activation.scaled, activation.d_out.defined() ? activation.d_out : rows_of(d_out));
+  }
   activation.scaled = activation.d_out = {};  // frees their memory early
-  if (a.need_gate_up_grad) (*gradients)[1] = d_gate_up(activation);
-  if (a.need_x_grad) (*gradients)[0] = d_x(activation);
+  if (a.need_gate_up_grad) (*gradients)[1] = wgrad(rows_of(operands_.x), activation.d_hidden);
+  if (a.need_x_grad) (*gradients)[0] = composed_d_x(activation, codes);
 }
 
 Outputs mlp_forward(const MlpAttributes& a, const ExpertLayer& layer, const MlpOperands& o) {
-  paddle::Tensor hidden;
-  const paddle::Tensor out = layer.outputs(a.keep_hidden ? &hidden : nullptr);
-  if (!a.keep_hidden) hidden = layer.target().empty({0, 2 * layer.inner}, o.x.dtype());
-  return {out, hidden};
+  Kept kept;
+  // Paddle may check the values of outputs.
+  const paddle::Tensor out = layer.outputs(a.keep_hidden ? PMO_LAYER_KEEPS : PMO_LAYER_RECOMPUTES, true, {}, &kept);
+  if (!a.keep_hidden) kept.values = layer.target().empty({0, 2 * layer.inner}, o.x.dtype());
+  return {out, kept.values};
 }
 
 Outputs mlp_backward(const MlpAttributes& a, const ExpertLayer& layer, const MlpOperands& o, const paddle::Tensor& hidden,
@@ -151,8 +292,9 @@ Outputs mlp_backward(const MlpAttributes& a, const ExpertLayer& layer, const Mlp
   Outputs gradients = {{}, {}, {}, {}};
   const bool has_d_out = d_out.initialized();
   if (has_d_out) {
-    const paddle::Tensor kept = dense(hidden);
-    layer.backward(a, a.keep_hidden ? &kept : nullptr, d_out, &gradients);
+    Kept kept;
+    if (a.keep_hidden) kept.values = layer.has_kernels() ? overwritable(a, layer, hidden) : dense(hidden);
+    layer.backward(a, kept, d_out, {}, {}, &gradients);
     if (a.by_slot && a.need_weights_grad) gradients[3] = gather_slots(layer.target(), kMoeMlp, o.slot_to_row, gradients[3]);
   }
   const paddle::Tensor* const operands[] = {&o.x, &o.gate_up, &o.down, &o.weights};

@@ -18,14 +18,19 @@
 // pass.
 #pragma once
 
+#include <memory>
+#include <vector>
+
 #include "paddle/attributes.h"
 #include "paddle/binding.h"
 #include "paddle/grouped.h"
+#include "pmo/layer.h"
 
 namespace pmo {
 namespace binding {
 
 constexpr char kMoeMlp[] = "moe_mlp";  // name of the function in errors
+constexpr float kAmaxMin = 0x1p-100f;  // of quantisations: the minimum that kernels accept, since gradients may be small
 
 PMO_ATTRIBUTES(MlpAttributes, (bool, transpose, transpose), (bool, keep_hidden, keep), (bool, need_x_grad, x_grad),
                (bool, need_gate_up_grad, gate_up_grad), (bool, need_down_grad, down_grad), (bool, need_weights_grad, weight_grad),
@@ -36,47 +41,67 @@ struct MlpOperands {
   const paddle::Tensor &x, &gate_up, &down, &weights, &token_rows, &row_to_token, &sizes, &offsets, &slot_to_row;
 };
 
-// Outputs of the SwiGLU backward pass, by rows.
-struct ActivationGradients {
-  paddle::Tensor d_hidden, scaled, d_weights;  // dH, s A and ds, which is undefined if it is not needed
-  paddle::Tensor d_out;                        // the permuted rows of dO, if they were computed
-  Float8 codes;                                // of dH, if they were computed
+// H between the passes, or its codes and scales; `values` is undefined if it is recomputed.
+struct Kept {
+  paddle::Tensor values, scales;
 };
 
-// A layer of experts: the checked operands of both passes, and the steps that do not depend on the GEMMs.
+// Quantised matrices that a call was given; undefined ones are quantised by the pass. The turned ones are those of the backward
+// pass. Without float8 kernels, `codes` has fake-quantised float32 values, the same for both passes, and `scales` is undefined.
+struct MatrixCodes {
+  Float8 gate_up, down, turned_gate_up, turned_down;
+};
+
+// Tensors that gradients of matrices are added to, or null.
+struct Sums {
+  const paddle::Tensor *gate_up = nullptr, *down = nullptr;
+};
+
+// True if the kernels of pmo/layer.h run a layer of M = num_rows rows.
+bool layer_has_kernels(const Target& target, paddle::DataType dtype, int64_t num_rows, int64_t num_experts, int64_t hidden_size,
+                       int64_t inner, bool float8);
+
+// A layer of experts: the checked operands of both passes. If there are kernels, a pass is one call of pmo/layer.h. Otherwise it is
+// composed of GEMMs and the kernels around them.
 class ExpertLayer {
  public:
-  ExpertLayer(const MlpAttributes& attributes, const MlpOperands& operands, int32_t tile_rows, const paddle::Tensor* hidden,
+  ExpertLayer(const MlpAttributes& attributes, const MlpOperands& operands, bool float8, const paddle::Tensor* hidden,
               const paddle::Tensor* d_out);
   virtual ~ExpertLayer() = default;
 
-  // The result, and H if `hidden` is not null, with zeros in rows of no expert.
-  virtual paddle::Tensor outputs(paddle::Tensor* hidden) const = 0;
-  // `kept` is H, or null if the forward pass did not keep it.
-  virtual ActivationGradients activation_gradients(const paddle::Tensor* kept, const paddle::Tensor& d_out,
-                                                   bool need_weights) const = 0;
-  virtual paddle::Tensor d_x(const ActivationGradients& gradients) const = 0;
-  // Sets the gradients of x, gate_up, down and weights that the attributes want.
-  virtual void backward(const MlpAttributes& attributes, const paddle::Tensor* kept, const paddle::Tensor& d_out,
-                        Outputs* gradients) const;
-
-  paddle::Tensor d_down(const ActivationGradients& gradients, const paddle::Tensor& d_out) const;
-  paddle::Tensor d_gate_up(const ActivationGradients& gradients) const;
+  // The result, and `kept` as `keep` says; H as values has zeros in rows of no expert if `clears`.
+  paddle::Tensor outputs(pmo_layer_hidden keep, bool clears, const MatrixCodes& codes, Kept* kept) const;
+  // Sets the gradients of x, gate_up, down and weights that the attributes want, except those added to `sums`. Kernels overwrite
+  // what was kept.
+  void backward(const MlpAttributes& attributes, const Kept& kept, const paddle::Tensor& d_out, const MatrixCodes& codes,
+                const Sums& sums, Outputs* gradients) const;
 
   int64_t num_rows() const { return groups_.num_rows(); }
   const Target& target() const { return target_; }
+  bool has_kernels() const { return has_kernels_; }
 
  protected:
+  // Outputs of the SwiGLU backward pass, by rows: dH, s A and ds; and the permuted rows of dO, if they were computed.
+  struct ActivationGradients {
+    paddle::Tensor d_hidden, scaled, d_weights, d_out;
+  };
+
+  // Composed passes; those with H free it early.
+  virtual paddle::Tensor composed_hidden(const MatrixCodes& codes) const = 0;
+  virtual paddle::Tensor composed_outputs(paddle::Tensor hidden, const MatrixCodes& codes) const = 0;
+  virtual ActivationGradients activation_gradients(paddle::Tensor hidden, const paddle::Tensor& d_out,
+                                                   const MatrixCodes& codes) const = 0;
+  virtual paddle::Tensor composed_d_x(const ActivationGradients& gradients, const MatrixCodes& codes) const = 0;
+  // H as kept, and back.
+  virtual Kept kept_of(const paddle::Tensor& hidden, pmo_layer_hidden keep) const;
+  virtual paddle::Tensor hidden_of(const Kept& kept) const;
+
   const MlpOperands& operands() const { return operands_; }
   bool transpose() const { return transpose_; }
   const Grouped& groups() const { return groups_; }
   paddle::DataType dtype() const { return operands_.x.dtype(); }
-  // Dense per-row arrays: the row's token, and the row's weight.
-  const paddle::Tensor& row_to_token() const { return row_to_token_; }
-  const paddle::Tensor& row_weights() const { return row_weights_; }
 
   paddle::Tensor new_rows(int64_t columns, paddle::DataType dtype) const;
-  paddle::Tensor new_rows(int64_t columns) const { return new_rows(columns, dtype()); }
   // Permutes tokens to expert order; zeros in padding rows.
   paddle::Tensor rows_of(const paddle::Tensor& tokens) const;
   paddle::Tensor sums_of(const paddle::Tensor& rows, bool weighted = false) const;
@@ -85,15 +110,31 @@ class ExpertLayer {
   ActivationGradients swiglu_backward(const paddle::Tensor& hidden, paddle::Tensor scaled) const;
 
  private:
+  void composed_backward(const MlpAttributes& attributes, const Kept& kept, const paddle::Tensor& d_out, const MatrixCodes& codes,
+                         Outputs* gradients) const;
+  // Runs a pass on the kernels of pmo/layer.h; the caller says which, and sets its results.
+  void run(pmo_layer_facts facts, pmo_layer_params params, const MatrixCodes& codes) const;
+
   const Target target_;
-  const bool transpose_;
+  const bool transpose_, float8_;
+  const int64_t workspace_;
   const MlpOperands operands_;
   const Grouped groups_;
+  // Dense per-row arrays: the row's token, and the row's weight.
   const paddle::Tensor row_to_token_, row_weights_;
 
  public:
   const int64_t hidden_size, inner;
+
+ private:
+  const bool has_kernels_;
 };
+
+// The layer in the dtype of its tokens, and the one with float8 operands.
+std::unique_ptr<ExpertLayer> new_layer(const MlpAttributes& attributes, const MlpOperands& operands, const paddle::Tensor* hidden,
+                                       const paddle::Tensor* d_out);
+std::unique_ptr<ExpertLayer> new_float8_layer(const MlpAttributes& attributes, const MlpOperands& operands,
+                                              const paddle::Tensor* hidden, const paddle::Tensor* d_out);
 
 // Forward and backward pass of an operator.
 Outputs mlp_forward(const MlpAttributes& attributes, const ExpertLayer& layer, const MlpOperands& operands);

@@ -25,14 +25,12 @@ constexpr paddle::DataType kDtypes[] = {
     paddle::DataType::FLOAT32,     paddle::DataType::FLOAT16, paddle::DataType::BFLOAT16, paddle::DataType::FLOAT8_E4M3FN,
     paddle::DataType::FLOAT8_E5M2, paddle::DataType::INT32,   paddle::DataType::INT64,    paddle::DataType::BOOL};
 
-// Functions of CUDA's driver, and an entry of the C core.
+// Functions of CUDA's driver.
 using CurrentContext = int (*)(void** context);
 using LaunchKernel = int (*)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                              unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream, void** parameters,
                              void** extra);
 using ErrorText = int (*)(int status, const char** text);
-using Entry = int (*)(const void* parameters, void* stream);
-using LastError = const char* (*)();
 
 // An address among a launch's parameters: its position, the array that it points into, and the offset there.
 struct Place {
@@ -41,9 +39,7 @@ struct Place {
 
 struct Launch {
   int64_t function;
-  int64_t last_error;  // for an entry of the C core, whose parameters are one struct; otherwise 0
   unsigned programs, threads, shared_bytes;
-  std::string name;
   std::vector<int64_t> parameters;  // each at a multiple of its size, as in a struct
   std::vector<int64_t> positions;   // of each parameter, in bytes
   std::vector<Place> places;
@@ -87,12 +83,6 @@ class Reader {
     return values;
   }
 
-  std::string text() {
-    std::string characters;
-    for (const int64_t character : integers()) characters.push_back(static_cast<char>(character));
-    return characters;
-  }
-
  private:
   const char* bytes_;
   size_t count_, next_ = 0;
@@ -101,11 +91,9 @@ class Reader {
 Launch read_launch(Reader& reader) {
   Launch launch;
   launch.function = reader.integer();
-  launch.last_error = reader.integer();
   launch.programs = static_cast<unsigned>(reader.integer());
   launch.threads = static_cast<unsigned>(reader.integer());
   launch.shared_bytes = static_cast<unsigned>(reader.integer());
-  launch.name = reader.text();
   launch.parameters = reader.integers();
   launch.positions = reader.integers();
   launch.places.resize(static_cast<size_t>(reader.integer()));
@@ -158,10 +146,6 @@ void enqueue(const Recording& recording, const Launch& launch, const std::vector
   for (const Place& place : launch.places) {
     const int64_t address = starts.at(static_cast<size_t>(place.array)) + place.offset;
     std::memcpy(bytes + place.position, &address, sizeof address);
-  }
-  if (launch.last_error != 0) {
-    if (at<Entry>(launch.function)(bytes, at<void*>(stream)) == 0) return;
-    throw std::runtime_error(launch.name + ": " + at<LastError>(launch.last_error)());
   }
   std::vector<void*> pointers;
   pointers.reserve(launch.positions.size());

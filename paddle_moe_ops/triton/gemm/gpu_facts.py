@@ -16,7 +16,6 @@ __all__ = ["gpu_at"]
 _INTERPRETED = Gpu(80, 3)
 _DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76  # CU_DEVICE_ATTRIBUTE_...
-_MEMORY_CLOCK_RATE, _MEMORY_BUS_WIDTH = 36, 37  # the same, in kHz (two transfers per cycle) and in bits
 
 
 @functools.cache
@@ -31,17 +30,14 @@ def _library() -> Any:
 
 @functools.cache
 def _facts(ordinal: int) -> Gpu:
-    def attribute(number: int, unknown: int | None = None) -> int:
+    def attribute(number: int) -> int:
         value = ctypes.c_int(0)
         status = _library().cuDeviceGetAttribute(ctypes.byref(value), number, ordinal)
-        if not status:
-            return value.value
-        if unknown is None:
+        if status:
             raise RuntimeError(f"the CUDA driver must answer 0, but its status is {status}")
-        return unknown
+        return value.value
 
-    memory = 2 * attribute(_MEMORY_CLOCK_RATE, 0) * attribute(_MEMORY_BUS_WIDTH, 0) // 8_000_000
-    return Gpu(10 * attribute(_MAJOR) + attribute(_MINOR), attribute(_MULTIPROCESSORS), memory)
+    return Gpu(10 * attribute(_MAJOR) + attribute(_MINOR), attribute(_MULTIPROCESSORS))
 
 
 def gpu_at(address: int) -> Gpu:

@@ -16,10 +16,11 @@ Backward, with dA' the gradient of the weighted A, s A:
 
 Memory: an M x d matrix exists one chunk at a time, in one buffer of ``workspace`` bytes. If token rows would need many
 chunks, or if permuting takes long compared with the GEMM, GEMMs gather them from the tokens instead
-(`gather_heuristic`). Each element is the same sum either way, so the bits do not depend on the buffer's size. On
-Hopper, the compiled library's kernels compute the GEMMs that they are faster for (`hopper_product`). H and the tile
-schedules are saved between the passes; without H, the backward pass recomputes it. Rows after the last expert's, which
-a static buffer has, are neither written nor read.
+(`gather_heuristic`). Each element is the same sum either way, so the bits do not depend on the buffer's size. H and the
+tile schedules are saved between the passes; without H, the backward pass recomputes it. Rows after the last expert's,
+which a static buffer has, are neither written nor read.
+
+This layer serves GPUs for which the compiled library has no kernels (csrc/layer).
 """
 
 from __future__ import annotations
@@ -27,26 +28,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..hopper_outer import hopper_outer, takes_outer
-from ..hopper_product import (
-    GATED,
-    GRADIENT,
-    PLAIN,
-    TILE_ROWS,
-    TURNED_ROWS,
-    chosen_rows,
-    fitting_columns,
-    has_fast_memory,
-    hopper_product,
-    library_rows,
-    most_library_rows,
-)
 from ..launch.device import ITEM_BYTES, Array, Device, address, cdiv, vector_elements
 from ..ops.permute import permute_chunk
 from ..ops.row_sums import RowSums, sums_of_rows
 from ..ops.unpermute import unpermute_chunk
 from .configs import GemmConfig, gated_config, gemm_config, wgrad_config
-from .gather_heuristic import gathers, gathers_in_wgrad
+from .gather_heuristic import gathers
 from .gpu_facts import gpu_at
 from .grouped_gemm import launch_gemm
 from .schedule import fill_schedules
@@ -56,7 +43,7 @@ from .wgrad import launch_wgrad
 
 __all__ = ["Pass", "moe_mlp", "moe_mlp_backward"]
 
-_COLUMN_STEP = 256  # column chunks are multiples of it, hence of tiles, unless tiles of 192 columns fit better
+_COLUMN_STEP = 256  # column chunks are multiples of it, hence of tiles
 
 
 class Pass:
@@ -67,8 +54,6 @@ class Pass:
         layer: operands of both passes.
         x: [T, d]; its sizes and dtype are read.
         reuses_rows: whether two GEMMs read the same permuted rows.
-        may_gather: whether GEMMs may gather token rows.
-        wgrad_permutes: whether wgrad reads permuted rows in any case.
         tables: tile schedules of the other pass, or None.
     """
 
@@ -78,8 +63,6 @@ class Pass:
         layer: Layer,
         x: Array,
         reuses_rows: bool,
-        may_gather: bool = True,
-        wgrad_permutes: bool = False,
         tables: Array | None = None,
     ) -> None:
         self.device, self.layer, self.dtype = device, layer, device.dtype_name(x)
@@ -93,17 +76,15 @@ class Pass:
         self.down_config = gemm_config(self.gpu, self.num_rows, experts, self.inner, self.hidden)
         self.down_dgrad_config = gemm_config(self.gpu, self.num_rows, experts, self.hidden, self.inner)
         # The last tile of a chunk may extend beyond it.
-        self.tile_rows = max(
-            self.swiglu_config.block_m, self.down_dgrad_config.block_m, most_library_rows(device, self.gpu)
-        )
+        self.tile_rows = max(self.swiglu_config.block_m, self.down_dgrad_config.block_m)
         rows = layer.workspace // (self.hidden * self.item)
         if rows < self.num_rows:
             rows = max(rows - self.tile_rows, self.tile_rows)
         self.chunk_rows = max(min(rows, self.num_rows), 1)
         self.num_chunks = cdiv(self.num_rows, self.chunk_rows)
-        self.gathers = may_gather and self._gathers(reuses_rows, wgrad_permutes)
+        self.gathers = gathers(self.num_tokens, self.num_rows, self.inner, self.num_chunks, reuses_rows)
         columns = layer.workspace // max(self.num_rows * self.item, 1) // _COLUMN_STEP * _COLUMN_STEP
-        self.chunk_columns = self._chunk_columns(min(max(columns, _COLUMN_STEP), self.hidden))
+        self.chunk_columns = min(max(columns, _COLUMN_STEP), self.hidden)
         self.gather_map = layer.tokens.row_to_token if self.gathers else None
         buffer_elements = 0 if self.gathers else (self.chunk_rows + self.tile_rows) * self.hidden
         buffer_elements = max(buffer_elements, self.num_rows * self.chunk_columns)
@@ -112,37 +93,10 @@ class Pass:
         self._deferred_sums: RowSums | None = None  # appended to the next launch that permutes
         self.kept_tables, self._schedules = self._schedules_in(tables)
 
-    def _chosen(self, result: int, inner: int, columns: int) -> int:
-        """Tile rows of the library's kernel for a GEMM; 0: the Triton kernel computes it."""
-        if not most_library_rows(self.device, self.gpu) or not self.num_rows:
-            return 0
-        return chosen_rows(self.gpu, result, self.num_rows // self.layer.down.shape[0], inner, columns)
-
-    def _chunk_columns(self, most: int) -> int:
-        """Columns of a chunk of the summed rows, at most ``most``: as many as fill the library's tiles."""
-        fitting = fitting_columns(self.inner, most)
-        if most == self.hidden or not fitting or self._chosen(PLAIN, self.inner, fitting) != TILE_ROWS:
-            return most
-        return fitting
-
-    def _gathers(self, reuses_rows: bool, wgrad_permutes: bool = False) -> bool:
-        """True if the GEMMs of a pass gather token rows."""
-        by_library = self._chosen(GRADIENT if reuses_rows else GATED, self.hidden, self.inner) == TURNED_ROWS
-        by_library = by_library and self.num_tokens > 0 and not wgrad_permutes
-        sizes = self.num_tokens, self.num_rows, self.layer.down.shape[0], self.inner, self.num_chunks
-        return gathers(*sizes, reuses_rows, by_library, has_fast_memory(self.gpu))
-
     def _tile_heights(self) -> list[int]:
         """Tile rows of the GEMMs of both passes."""
-        up, back = (self._chosen(result, self.hidden, self.inner) for result in (GATED, GRADIENT))
-        plain = (self._chosen(PLAIN, inner, self.chunk_columns) for inner in (self.inner, 2 * self.inner))
-        return sorted(
-            {
-                up or self.swiglu_config.block_m,
-                back or self.down_dgrad_config.block_m,
-                *(rows or self.down_config.block_m for rows in plain),
-            }
-        )
+        configs = self.swiglu_config, self.down_dgrad_config, self.down_config
+        return sorted({config.block_m for config in configs})
 
     def _schedules_in(self, tables: Array | None) -> tuple[Array, dict[int, Schedule]]:
         """The array of tile schedules, and the schedules by tile rows; one launch unless ``tables`` fit."""
@@ -240,55 +194,20 @@ class Pass:
         for columns in self.column_ranges():
             yield columns[0], self._permuted(x, (0, self.num_rows), columns)
 
-    def library_rows(self, result: int, w: Array, inner: int, outer: int, *arrays: Any, columns: int = 0) -> int:
-        """Tile rows of the library's kernel for a GEMM of these operands; 0: the Triton kernel computes it."""
-        there = [each for each in arrays if each is not None]
-        sizes = self.num_rows, w, inner, outer
-        return library_rows(self.device, self.gpu, result, *sizes, (self.buffer, *there), columns)
-
-    def _library_can_gather(self, x: Array) -> bool:
-        """True if the library can gather tokens: there are some, in aligned rows that do not overlap."""
-        stride = self.device.row_stride(x)
-        is_aligned = vector_elements(self.item, stride * self.item, address(x)) > 1
-        return self.num_tokens > 0 and stride >= self.hidden and is_aligned
-
-    def library_rows_of_tokens(self, result: int, w: Array, outer: int, x: Array, *arrays: Any) -> int:
-        """`library_rows` for a GEMM of token rows, which may be gathered."""
-        if self.gathers and not self._library_can_gather(x):
-            return 0
-        return self.library_rows(result, w, self.hidden, outer, *arrays)
-
     def gemm(
         self,
         source: Rows,
         w: Array,
         config: GemmConfig,
-        tile_rows: int,
         out: Target,
         transpose: bool,
         weights: Array | None = None,
         gather_map: Array | None = None,
         chunk: int | None = None,
     ) -> None:
-        """A plain GEMM: by the library in tiles of ``tile_rows`` rows, or with 0 by Triton, which can gather."""
-        arguments = self.device, source, w, self.schedule(tile_rows or config.block_m)
-        if tile_rows:
-            hopper_product(
-                *arguments,
-                self.num_rows,
-                out,
-                PLAIN,
-                transpose=transpose,
-                tile_rows=tile_rows,
-                weights=weights,
-                window=chunk,
-            )
-            return
+        """A plain GEMM."""
         launch_gemm(
-            *arguments,
-            config,
-            self.num_rows,
-            out,
+            *(self.device, source, w, self.schedule(config.block_m), config, self.num_rows, out),
             transpose=transpose,
             row_to_token=gather_map,
             weights=weights,
@@ -300,28 +219,10 @@ class Pass:
         act = self.empty(self.inner)
         out = Target(act, 0, self.inner)
         layer, config = self.layer, self.swiglu_config
-        tile_rows = self.library_rows_of_tokens(GATED, layer.gate_up, self.inner, x, act, hidden)
-        tables = self.schedule(tile_rows or config.block_m)
+        tables = self.schedule(config.block_m)
         for chunk, rows in self.row_chunks(x):
-            if tile_rows:
-                hopper_product(
-                    *(self.device, rows, layer.gate_up, tables, self.num_rows, out, GATED),
-                    transpose=layer.transpose,
-                    tile_rows=tile_rows,
-                    hidden=hidden,
-                    row_to_token=self.gather_map,
-                    gathers=self.gathers,
-                    window=chunk,
-                )
-                continue
             launch_gemm(
-                self.device,
-                rows,
-                layer.gate_up,
-                tables,
-                config,
-                self.num_rows,
-                out,
+                *(self.device, rows, layer.gate_up, tables, config, self.num_rows, out),
                 transpose=layer.transpose,
                 swiglu=True,
                 row_to_token=self.gather_map,
@@ -333,27 +234,10 @@ class Pass:
     def activation_gradients(self, d_out: Array, hidden: Array, scaled: Array, need_weights: bool) -> Any:
         """Gradients of the weights, or None. H is overwritten by its gradient, ``scaled`` by s A."""
         layer, device, out = self.layer, self.device, Target(scaled, 0, self.inner)
-        row_to_token, operands = layer.tokens.row_to_token, (layer.down, self.hidden, self.inner, scaled)
-        tile_rows = self.library_rows_of_tokens(GRADIENT, layer.down, self.inner, d_out, scaled, hidden)
-        if tile_rows:
-            tables, tiles = self.schedule(tile_rows), None
-            for chunk, rows in self.row_chunks(d_out):
-                tiles = hopper_product(
-                    *(device, rows, layer.down, tables, self.num_rows, out, GRADIENT),
-                    transpose=not layer.transpose,
-                    tile_rows=tile_rows,
-                    weights=layer.weights,
-                    hidden=hidden,
-                    row_to_token=row_to_token,
-                    gathers=self.gathers,
-                    window=chunk,
-                    d_weights=tiles,
-                )
-            return None if tiles is None or not need_weights else self.defer_row_sums(tiles, row_to_token)
-        tile_rows = 0 if self.gathers else self.library_rows(PLAIN, *operands)
         for chunk, rows in self.row_chunks(d_out):
-            arguments = rows, layer.down, self.down_dgrad_config, tile_rows, out, not layer.transpose
+            arguments = rows, layer.down, self.down_dgrad_config, out, not layer.transpose
             self.gemm(*arguments, gather_map=self.gather_map, chunk=chunk)
+        row_to_token = layer.tokens.row_to_token
         vector = vector_elements(self.item, self.inner * self.item, address(hidden), address(scaled))
         d_weights = swiglu_gradient(device, hidden, scaled, layer.weights, row_to_token, self.rows_end, vector)
         if d_weights is None or not need_weights:
@@ -364,10 +248,9 @@ class Pass:
         """Sums of each token's rows of a GEMM's output [M, d]."""
         out = self.device.empty([self.num_tokens, self.hidden], self.dtype)
         self._buffer_key = None
-        tile_rows = self.library_rows(PLAIN, w, source.width, self.hidden, source.array, columns=self.chunk_columns)
         for first, end in self.column_ranges():
             target = Target(self.buffer, first, end - first)
-            self.gemm(source, w, self.down_config, tile_rows, target, transpose, weights=weights)
+            self.gemm(source, w, self.down_config, target, transpose, weights=weights)
             token_rows = self.layer.tokens.token_rows
             unpermute_chunk(self.device, self.buffer, token_rows, self.num_rows, out, (first, end))
         return out
@@ -396,22 +279,11 @@ class Pass:
     ) -> Any:
         """wgrad of token rows and other rows; ``tokens_first``: token rows are p, otherwise q."""
         out, adds = into or (self.device.empty(matrix.shape, self.dtype), False)
-        is_permuted = self._buffer_key == self._chunk_key(tokens, (0, self.num_rows), (0, self.hidden))
-        if (self.gathers or gathers_in_wgrad(rows.width, is_permuted)) and self._library_can_gather(tokens):
-            source = self._tokens(tokens)
-            p, q = (source, rows) if tokens_first else (rows, source)
-            if takes_outer(self.device, self.gpu, self.num_rows, p, q, out, adds):
-                gathered = self.layer.tokens.row_to_token, not tokens_first
-                hopper_outer(self.device, p, q, self.any_schedule(), self.num_rows, out, gathered=gathered)
-                return out
         config = wgrad_config(self.gpu, *matrix.shape[1:])
         tables = self.any_schedule()
         for first, permuted in self.column_chunks(tokens):
             p, q = (permuted, rows) if tokens_first else (rows, permuted)
             origin = (first, 0) if tokens_first else (0, first)
-            if takes_outer(self.device, self.gpu, self.num_rows, p, q, out, adds):
-                hopper_outer(self.device, p, q, tables, self.num_rows, out, window=origin)
-                continue
             launch_wgrad(self.device, p, q, tables, config, self.num_rows, out, origin=origin, accumulate=adds)
         return out
 
@@ -453,7 +325,7 @@ def moe_mlp_backward(
         into: for each matrix, the array for its gradient, float32 or the dtype of ``x``, and whether to accumulate;
             None: a new array.
     """
-    run = Pass(device, layer, x, reuses_rows=True, wgrad_permutes=any(into), tables=kept.tables)
+    run = Pass(device, layer, x, reuses_rows=True, tables=kept.tables)
     need_x, *_, need_weights = wanted
     hidden = kept.hidden
     if hidden is None:

@@ -42,7 +42,6 @@ def schedule_kernel(
     tile_starts,
     gap_starts,
     chunk_tiles,
-    counters,
     stride,
     num_experts,
     num_rows,
@@ -67,7 +66,6 @@ def schedule_kernel(
     tile_starts += program * stride
     gap_starts += program * stride
     chunk_tiles += program * stride
-    counters += program * stride
     index = tl.arange(0, BLOCK_E)
     limit = num_rows.to(tl.int64)
     rows_before, end_before = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
@@ -112,8 +110,6 @@ def schedule_kernel(
         gaps_before += tl.sum(num_gaps, axis=0)
     tl.store(tile_starts + num_experts, tiles_before)
     tl.store(gap_starts + 1 + num_experts, gaps_before)
-    tl.store(counters, 0)
-    tl.store(counters + 1, 0)
     tl.store(chunk_tiles + num_chunks, tiles_before)
     tl.store(chunk_tiles + num_chunks + 1, 0)
     tl.store(chunk_tiles + num_chunks + 2, tiles_before)
@@ -163,7 +159,7 @@ def fill_schedules(
         device.launch(
             schedule_kernel,
             len(at_once),
-            (*pointers, *["*i32"] * 6, *["i32"] * (5 + _HEIGHTS_PER_LAUNCH)),
+            (*pointers, *["*i32"] * 5, *["i32"] * (5 + _HEIGHTS_PER_LAUNCH)),
             (*map(address, (sizes, offsets, *tables)), stride, experts, num_rows, num_chunks, chunk_rows, *padded),
             (offsets is not None, covers_all, experts_per_block(experts)),
             4,

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from ..launch.device import ITEM_BYTES, Array
 
 __all__ = [
-    "MEMORY_BOUND_ROWS_PER_EXPERT",
     "Gpu",
     "Gradients",
     "Groups",
@@ -22,10 +21,6 @@ __all__ = [
     "Target",
     "Tokens",
 ]
-
-# Mean rows per expert up to which all GEMMs of a layer are memory-bound: one tile of the library's swap-AB kernel each.
-# Gathering is then faster than permuting, also for wgrad.
-MEMORY_BOUND_ROWS_PER_EXPERT = 160
 
 
 class Table(NamedTuple):
@@ -49,7 +44,6 @@ class Schedule(NamedTuple):
         gap_starts: [E + 2] exclusive prefix sum of the gap tiles: those before the first group, those after each group.
         chunk_tiles: [P + 3] first tile of each chunk; then the number of tiles, and [0, that number] for a launch of
             all rows.
-        counters: [2] zeros, which dynamic tile schedulers increment and reset.
     """
 
     group_starts: Array
@@ -57,7 +51,6 @@ class Schedule(NamedTuple):
     tile_starts: Array
     gap_starts: Array
     chunk_tiles: Array
-    counters: Array
 
     @property
     def num_chunks(self) -> int:
@@ -66,7 +59,7 @@ class Schedule(NamedTuple):
     @staticmethod
     def lengths(num_experts: int, num_chunks: int) -> tuple[int, ...]:
         """Lengths of the tables."""
-        return num_experts + 1, num_experts, num_experts + 1, num_experts + 2, num_chunks + 3, 2
+        return num_experts + 1, num_experts, num_experts + 1, num_experts + 2, num_chunks + 3
 
     @staticmethod
     def within(array: Array, num_experts: int, num_chunks: int, number: int = 0) -> Schedule:
@@ -82,12 +75,10 @@ class Gpu(NamedTuple):
     Attributes:
         capability: compute capability, 90 for 9.0.
         num_sms: number of SMs.
-        memory_gbps: memory bandwidth in GB/s; 0: not known.
     """
 
     capability: int
     num_sms: int
-    memory_gbps: int = 0
 
 
 class Groups(NamedTuple):
@@ -179,9 +170,8 @@ class Kept(NamedTuple):
     """Tensors that the forward pass saves; the backward pass recomputes those that are None.
 
     Attributes:
-        hidden: H [M, 2n], or its `Codes`.
-        tables: int32, tile schedules. They contain counters that launches change, so passes that share them run in
-            order.
+        hidden: H [M, 2n].
+        tables: int32, tile schedules.
     """
 
     hidden: Any = None

@@ -63,18 +63,6 @@ class Array(Protocol):
 class Device(Protocol):
     """Memory and launches of one framework on one device."""
 
-    @property
-    def grouped_product(self) -> Any:
-        """The kernel of `hopper_product`, or None."""
-
-    @property
-    def grouped_outer(self) -> Any:
-        """The kernel of `hopper_outer`, or None."""
-
-    @property
-    def grouped_float8(self) -> Any:
-        """The two kernels of `hopper_float8`, or None."""
-
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         """A new array, contents undefined; ``dtype`` is a key of `ITEM_BYTES`."""
 
@@ -96,8 +84,7 @@ class Device(Protocol):
         """Enqueue a kernel on the current stream.
 
         Args:
-            kernel: a function decorated with triton.jit, whose constexpr parameters come last, or a
-                `hopper_product.LibraryKernel`, which computes its grid itself.
+            kernel: a function decorated with triton.jit, whose constexpr parameters come last.
             programs: size of the one-dimensional grid, at least 1.
             types: one per argument: "i32", "i64" or a pointer as "*i32", with ":16" after it if all addresses are
                 multiples of 16.

@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..hopper_product import LibraryKernel
 from .device import ITEM_BYTES, Array, Device, address, cdiv
 
 __all__ = ["DryRun", "FakeArray"]
@@ -30,13 +29,11 @@ class DryRun:
     """A `device.Device` that launches nothing and leads launchers to the decisions that they make for another device.
 
     Attributes:
-        launches: names of the kernels, in order; "of the library" follows the names of the library's kernels.
+        launches: names of the kernels, in order.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.grouped_product, self.grouped_outer = device.grouped_product, device.grouped_outer
-        self.grouped_float8 = device.grouped_float8
         self.launches: list[str] = []
         self._end = _ALIGNMENT
 
@@ -60,5 +57,4 @@ class DryRun:
     def launch(
         self, kernel: Any, programs: int, types: tuple[str, ...], arguments: Sequence[int], constants: tuple, warps: int
     ) -> None:
-        is_ours = isinstance(kernel, LibraryKernel)
-        self.launches.append(f"{kernel.__name__} of the library" if is_ours else kernel.fn.__name__)
+        self.launches.append(kernel.fn.__name__)

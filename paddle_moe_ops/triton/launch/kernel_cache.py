@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from ..hopper_product import LibraryKernel
-
 __all__ = ["KernelCache"]
 
 # Triton specialises code by example values: multiples of 16, 1, and sizes beyond 32 bits.
@@ -60,7 +58,7 @@ class KernelCache:
         key = (kernel, types, constants, warps)
         found = self._compiled.get(key)
         if found is None:
-            found = self._compiled[key] = kernel if isinstance(kernel, LibraryKernel) else self._compile(*key)
+            found = self._compiled[key] = self._compile(*key)
         return found
 
     @staticmethod

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any
 
 import paddle
 from paddle import Tensor
@@ -27,7 +27,7 @@ from paddle import Tensor
 from ..native_recording import Driver, Functions, Repeater
 from .kernel_cache import KernelCache
 
-__all__ = ["Library", "PaddleDevice", "cannot_run_on", "device_of", "unavailable"]
+__all__ = ["PaddleDevice", "cannot_run_on", "device_of", "unavailable"]
 
 _OLDEST_TRITON = (3, 2)
 _OLDEST_CAPABILITY = (8, 0)
@@ -193,25 +193,6 @@ def _make_driver(device: int, stream: Callable[[], int]) -> Any:
     return PaddleDriver()
 
 
-class Library(NamedTuple):
-    """Kernels and functions of the compiled library for a device; None: missing.
-
-    Attributes:
-        grouped_product: a `hopper_product.LibraryKernel`.
-        grouped_outer: another one.
-        grouped_float8: two more, those of `hopper_float8`.
-        functions: functions that repeat recorded calls.
-    """
-
-    grouped_product: Any = None
-    grouped_outer: Any = None
-    grouped_float8: Any = None
-    functions: Functions | None = None
-
-
-_NO_LIBRARY = Library()
-
-
 class PaddleDevice:
     """A `device.Device`: memory and streams of Paddle on one GPU. Returned by `device_of`.
 
@@ -219,14 +200,14 @@ class PaddleDevice:
         place: place of the tensors.
         index: index of the GPU.
         stream: returns the handle of Paddle's current stream there.
-        library: kernels and functions of the compiled library for it.
+        functions: those of the compiled library that repeat recorded calls, or None.
 
     Attributes:
         recordings: recordings of `recording.recorded`.
         native: repeats them without Python, or None.
     """
 
-    def __init__(self, place: Any, index: int, stream: Callable[[], int], library: Library = _NO_LIBRARY) -> None:
+    def __init__(self, place: Any, index: int, stream: Callable[[], int], functions: Functions | None = None) -> None:
         self._place = place
         self._index = index
         self.stream = stream
@@ -234,7 +215,6 @@ class PaddleDevice:
         self.compiled, self.run = self._kernels.compiled, self._kernels.run
         self.recordings: dict[Any, Any] = {}
         self._several_gpus = _CudaDriver.get().device_count > 1
-        self.grouped_product, self.grouped_outer, self.grouped_float8, functions = library
         self.native = None if functions is None else Repeater(functions, _CudaDriver.get().launch_functions(index))
 
     @functools.cached_property
@@ -326,13 +306,13 @@ def _index_of(place: Any) -> int:
     return place.gpu_device_id() if place.is_gpu_place() else place.custom_device_id()
 
 
-def device_of(tensor: Tensor, library: Callable[[], Library] = Library) -> PaddleDevice:
+def device_of(tensor: Tensor, functions: Functions | None = None) -> PaddleDevice:
     """The device that contains a tensor; `cannot_run_on` must have returned None for it, or for one of the previous
     call.
 
     Args:
         tensor: any.
-        library: returns kernels and functions of the compiled library; called once per device.
+        functions: those of the compiled library that repeat recorded calls, or None.
     """
     place = tensor.place
     is_gpu, index = place.is_gpu_place(), _index_of(place)
@@ -345,5 +325,5 @@ def device_of(tensor: Tensor, library: Callable[[], Library] = Library) -> Paddl
             stream = lambda: core._get_current_stream(index).cuda_stream  # noqa: E731
         else:
             stream = lambda: core._get_current_custom_device_stream(RIG, index).raw_stream  # noqa: E731
-        device = _devices[is_gpu, index] = PaddleDevice(place, index, stream, library())
+        device = _devices[is_gpu, index] = PaddleDevice(place, index, stream, functions)
     return device

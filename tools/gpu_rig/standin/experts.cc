@@ -102,8 +102,13 @@ int outer(const pmo_grouped_outer_params& p) {
           const int64_t of_q = p.gathered == PMO_GROUPED_GATHERS_Q ? source : row;
           sum += Rows::load(left[of_p * p.p_row_stride + i]) * Rows::load(right[of_q * p.q_row_stride + j]);
         }
-        auto* to = static_cast<uint16_t*>(p.out) + (expert * p.out_rows + p.first_p + i) * p.out_columns + p.first_q + j;
-        *to = Rows::store(sum);
+        const int64_t place = (expert * p.out_rows + p.first_p + i) * p.out_columns + p.first_q + j;
+        auto* const to = static_cast<uint16_t*>(p.out) + place;
+        if (p.accumulation == PMO_GROUPED_ADDS_FLOAT32) {
+          static_cast<float*>(p.out)[place] += sum;
+        } else {
+          *to = Rows::store(p.accumulation == PMO_GROUPED_ADDS ? Rows::load(*to) + sum : sum);
+        }
       }
     }
   }

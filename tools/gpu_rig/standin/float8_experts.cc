@@ -64,12 +64,12 @@ struct Product {
   }
 
   // Stores codes and scales of a row; the number of columns is a multiple of 128.
-  void quantize(const std::vector<uint16_t>& numbers, int64_t row) const {
-    if (p.codes == nullptr) return;
+  void quantize(const std::vector<uint16_t>& numbers, int64_t row, void* codes, float* scales) const {
+    if (codes == nullptr) return;
     const auto columns = static_cast<int64_t>(numbers.size());
     pmo::cpu::row_kernels(PMO_BFLOAT16)
-        .quantize(numbers.data(), columns, p.amax_min, false, static_cast<uint8_t*>(p.codes) + row * columns,
-                  p.scales + row * groups_in(columns));
+        .quantize(numbers.data(), columns, p.amax_min, false, static_cast<uint8_t*>(codes) + row * columns,
+                  scales + row * groups_in(columns));
   }
 
   void plain(int64_t expert, int64_t row) const {
@@ -78,17 +78,17 @@ struct Product {
   }
 
   void gated(int64_t expert, int64_t row) const {
-    std::vector<uint16_t> act(static_cast<size_t>(p.width));
+    std::vector<uint16_t> act(static_cast<size_t>(p.width)), hidden(static_cast<size_t>(2 * p.width));
     for (int64_t i = 0; i < p.width; ++i) {
       const float gate = rounded(sum(expert, row, i)), up = rounded(sum(expert, row, p.width + i));
-      if (p.hidden != nullptr) {
-        store(p.hidden, row * 2 * p.width + i, gate);
-        store(p.hidden, row * 2 * p.width + p.width + i, up);
-      }
+      store(hidden.data(), i, gate);
+      store(hidden.data(), p.width + i, up);
       store(act.data(), i, gate / (1.0f + std::exp(-gate)) * up);
       if (p.out != nullptr) static_cast<uint16_t*>(p.out)[row * p.width + i] = act[static_cast<size_t>(i)];
     }
-    quantize(act, row);
+    if (p.hidden != nullptr) std::copy(hidden.begin(), hidden.end(), static_cast<uint16_t*>(p.hidden) + row * 2 * p.width);
+    quantize(act, row, p.codes, p.scales);
+    quantize(hidden, row, p.hidden_codes, p.hidden_scales);
   }
 
   void gradient(int64_t expert, int64_t row) const {
@@ -97,6 +97,12 @@ struct Product {
     const float weight = !is_live ? 0.0f : p.weights == nullptr ? 1.0f : p.weights[row];
     std::vector<float> parts(static_cast<size_t>(tiles), 0.0f);
     auto* hidden = static_cast<uint16_t*>(p.hidden) + row * 2 * p.width;
+    if (p.hidden_codes != nullptr) {
+      for (int64_t i = 0; i < 2 * p.width; ++i) {
+        const float scale = p.hidden_scales[row * groups_in(2 * p.width) + i / kGroup];
+        store(hidden, i, values()[static_cast<const uint8_t*>(p.hidden_codes)[row * 2 * p.width + i]] * scale);
+      }
+    }
     for (int64_t i = 0; i < p.width; ++i) {
       const float gate = is_live ? load(hidden, i) : 0.0f, up = is_live ? load(hidden, p.width + i) : 0.0f;
       const float d_scaled = is_live ? sum(expert, row, i) : 0.0f, share = 1.0f / (1.0f + std::exp(-gate)), silu = gate * share;
@@ -107,7 +113,7 @@ struct Product {
       store(p.out, row * p.width + i, act * weight);
     }
     if (p.d_weights != nullptr) std::copy(parts.begin(), parts.end(), p.d_weights + row * tiles);
-    quantize({hidden, hidden + 2 * p.width}, row);
+    quantize({hidden, hidden + 2 * p.width}, row, p.codes, p.scales);
   }
 
   int run() const {

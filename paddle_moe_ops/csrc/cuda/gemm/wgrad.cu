@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Grouped wgrad for sm_90a, 16-bit inputs, float32 accumulators: out[e] = P_e^T Q_e, the sum of p[r]^T q[r] over the rows r of
-// expert e, rounded once.
+// expert e, rounded once; with accumulation, out[e] += P_e^T Q_e.
 //
 //   p [M, p_columns], q [M, q_columns] row-major, strides multiples of 8; one of the two may be gathered from token rows
 //   out [E, out_rows, out_columns] row-major; the result is the block from (first_p, first_q) on, and zeros for experts
@@ -14,7 +14,7 @@
 // results are transposed as they are stored. Persistent kernel with a dynamic tile scheduler: tiles are handed out expert by
 // expert, in bands.
 //
-// Warp-specialised, a pipeline of kWgradStages stages of 32 rows (wgrad_producer.cuh). In the producer warpgroup one warp per
+// Warp-specialised, a pipeline of stages of 32 rows (wgrad_producer.cuh). In the producer warpgroup one warp per
 // operand loads by TMA and one schedules tiles; a gathered operand A is copied by two warps with cp.async instead. Each consumer
 // warpgroup owns 64 of the 128 columns of A: m64n256k16 MMAs, then the epilogue (wgrad_epilogue.cuh).
 //
@@ -22,7 +22,7 @@
 // MMAs that it has rows for, 16 rows each. Rows up to the next multiple of 16 are zeroed in shared memory first, in both
 // operands.
 //
-// Overlap: loads run up to kWgradStages K steps ahead and across tiles; TMA stores overlap the next mainloop. The conversion of
+// Overlap: loads run up to all stages ahead and across tiles; TMA stores overlap the next mainloop. The conversion of
 // the accumulators does not overlap this warpgroup's mainloop, so it contains nothing else:
 // * another warp computes the coordinates of the next tile, which are popped while the last MMAs run
 // * the first MMAs of a tile overwrite the accumulators
@@ -57,10 +57,10 @@ __device__ inline void mma_step(float (&d)[128], uint32_t stage_a, uint32_t stag
 }
 
 // Mainloop: d = A^T B for the 64 columns of A from byte `from_a` of a stage on. Returns the last stage, whose MMAs are still in
-// flight and which the caller releases. `barrier` is a named barrier of the warpgroup.
-template <bool kGather, typename T>
-__device__ inline int mainloop(float (&d)[128], const WgradPipeline& pipeline, WgradState& state, int rows, int from_a,
-                               int barrier) {
+// flight and which the caller releases. `barrier` is a named barrier of the warpgroup. The first MMAs overlap `beside`.
+template <bool kGather, typename T, int kStages, typename Function>
+__device__ inline int mainloop(float (&d)[128], const WgradPipeline<kStages>& pipeline, PipelineState<kStages>& state, int rows,
+                               int from_a, int barrier, const Function& beside) {
   const bool arrives = threadIdx.x % kWarpSize == 0;
   int last = 0;
   for (int left = rows; left > 0; left -= kWgradTileK) {
@@ -73,6 +73,7 @@ __device__ inline int mainloop(float (&d)[128], const WgradPipeline& pipeline, W
     } else {
       mma_step<1, T>(d, a, b, left == rows);
     }
+    if (left == rows) beside();
     wgmma_wait_group<1>();
     if (left != rows && arrives) mbarrier_arrive(&pipeline.empty[last]);
     last = state.stage;
@@ -82,13 +83,16 @@ __device__ inline int mainloop(float (&d)[128], const WgradPipeline& pipeline, W
 }
 
 // Consumer warpgroup: mainloop and epilogue of 64 columns of A of every tile of the CTA.
-template <bool kGather, typename T>
-__device__ inline void consume_tiles(const WgradParams& a, const WgradPipeline& pipeline, WgradQueue& queue) {
+template <bool kGather, int kAccumulation, typename T, int kStages>
+__device__ inline void consume_tiles(const WgradParams& a, const WgradPipeline<kStages>& pipeline, WgradQueue& queue,
+                                     uint64_t* sums_loaded) {
   constexpr int kConsumerBarrier = 3;
   // The shuffle tells the compiler that the value is uniform in a warp.
   const int number = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroupThreads, 0) - 1;
-  const uint32_t buffer = pipeline.a(kWgradStages) + number * kWgradEpilogueBytes;
-  WgradState state;
+  const uint32_t buffer = pipeline.a(kStages) + number * WgradShared<kAccumulation>::kEpilogueBytes;
+  constexpr bool kAddsFloat32 = kAccumulation == PMO_GROUPED_ADDS_FLOAT32;
+  WgradSums sums = {buffer, sums_loaded + number, 0};
+  PipelineState<kStages> state;
   WgradQueue::State at;
   WgradTile next = queue.pop(at);
   while (next.expert != kNoMoreTiles) {
@@ -96,60 +100,82 @@ __device__ inline void consume_tiles(const WgradParams& a, const WgradPipeline& 
     tile.column_a += 64 * number;
     float d[128];  // the first MMAs overwrite it
     register_fence(d);
-    const int last = mainloop<kGather, T>(d, pipeline, state, tile.rows, number * kStageBoxBytes, kConsumerBarrier + number);
+    const int last = mainloop<kGather, T>(d, pipeline, state, tile.rows, number * kStageBoxBytes, kConsumerBarrier + number, [&] {
+      if constexpr (kAddsFloat32) sums.load(a, tile);
+    });
     next = queue.pop(at);
     wgmma_wait_group<0>();
     register_fence(d);
     if (tile.rows > 0 && threadIdx.x % kWarpSize == 0) mbarrier_arrive(&pipeline.empty[last]);
-    epilogue_wgrad<T>(a, d, tile, buffer, kConsumerBarrier + number);
+    if constexpr (kAddsFloat32) {
+      if (tile.rows > 0) sums.add(a, d, tile, kConsumerBarrier + number);
+    } else if constexpr (kAccumulation == PMO_GROUPED_ADDS) {
+      add_wgrad<T>(a, d, tile);
+    } else {
+      epilogue_wgrad<T>(a, d, tile, buffer, kConsumerBarrier + number);
+    }
   }
   cp_async_bulk_wait_group_read();
 }
 
 #endif  // PMO_SM90A
 
-template <bool kGather, typename T>
+template <bool kGather, int kAccumulation, typename T>
 __global__ void __launch_bounds__(kBlockThreads, 1) grouped_wgrad(const __grid_constant__ WgradParams a) {
 #ifdef PMO_SM90A
   extern __shared__ uint8_t shared[];
-  __shared__ uint64_t full[kWgradStages], empty[kWgradStages];
+  constexpr int kStages = WgradShared<kAccumulation>::kStages;
+  using Pipeline = WgradPipeline<kStages>;
+  __shared__ uint64_t full[kStages], empty[kStages], sums_loaded[2];
   __shared__ WgradQueue queue;
-  if (threadIdx.x == 0) queue.init(2 * kWarpgroupThreads / kWarpSize + 1 + (kGather ? kGatherThreads / kWarpSize : 1));
-  const WgradPipeline pipeline = init_pipeline<WgradPipeline>(shared, full, empty, 1 + (kGather ? kGatherThreads : 1), 2);
+  if (threadIdx.x == 0) {
+    queue.init(2 * kWarpgroupThreads / kWarpSize + 1 + (kGather ? kGatherThreads / kWarpSize : 1));
+    for (uint64_t& loaded : sums_loaded) mbarrier_init(&loaded, kWarpgroupThreads / kWarpSize);
+  }
+  const Pipeline pipeline = init_pipeline<Pipeline>(shared, full, empty, 1 + (kGather ? kGatherThreads : 1), 2);
   if (threadIdx.x < kWarpgroupThreads) {
     setmaxnreg_dec<kGather ? kGatherRegisters : kProducerRegisters>();
     const int warp = threadIdx.x / kWarpSize;
-    if (warp == 0) load_boxes<kBoxesA, kStageBoxes>(a, pipeline, queue);
+    if (warp == 0) load_boxes<kBoxesA, kStageBoxes, kStages>(a, pipeline, queue);
     if (warp == 1) schedule_tiles(a, queue);
     if constexpr (kGather) {
       __shared__ TokenTable sources;
-      if (warp >= 2) gather_rows(a, pipeline, queue, sources);
+      if (warp >= 2) gather_rows<kStages>(a, pipeline, queue, sources);
     } else {
-      if (warp == 2) load_boxes<0, kBoxesA>(a, pipeline, queue);
+      if (warp == 2) load_boxes<0, kBoxesA, kStages>(a, pipeline, queue);
     }
   } else {
     setmaxnreg_inc<kGather ? kGatherConsumerRegisters : kConsumerRegisters>();
-    consume_tiles<kGather, T>(a, pipeline, queue);
+    consume_tiles<kGather, kAccumulation, T, kStages>(a, pipeline, queue, sums_loaded);
   }
 #endif
 }
 
-template <bool kGather, typename T>
+template <bool kGather, int kAccumulation, typename T>
 int launch_wgrad(const WgradParams& params, cudaStream_t stream) {
   static SharedMemoryLimit limit;
+  constexpr int kBytes = WgradShared<kAccumulation>::kBytes;
   int device = 0;
   DeviceLimits limits;
   if (const int status = hopper_limits("grouped_outer", &device, &limits)) return status;
-  auto* kernel = grouped_wgrad<kGather, T>;
-  if (const int status = limit.raise(kernel, device, kWgradSharedBytes)) return status;
+  auto* kernel = grouped_wgrad<kGather, kAccumulation, T>;
+  if (const int status = limit.raise(kernel, device, kBytes)) return status;
   const int tiles = params.num_experts * params.a_tiles * params.b_tiles;
-  const Grid grid = {static_cast<unsigned>(std::min(tiles, limits.multiprocessors)), kBlockThreads, kWgradSharedBytes};
+  const Grid grid = {static_cast<unsigned>(std::min(tiles, limits.multiprocessors)), kBlockThreads, kBytes};
   return launch("grouped_outer", kernel, grid, stream, params);
 }
 
-template <bool kGather>
+template <bool kGather, int kAccumulation>
 int launch_of_dtype(const WgradParams& a, bool is_bfloat16, cudaStream_t stream) {
-  return is_bfloat16 ? launch_wgrad<kGather, __nv_bfloat16>(a, stream) : launch_wgrad<kGather, __half>(a, stream);
+  return is_bfloat16 ? launch_wgrad<kGather, kAccumulation, __nv_bfloat16>(a, stream)
+                     : launch_wgrad<kGather, kAccumulation, __half>(a, stream);
+}
+
+template <bool kGather>
+int launch_of_accumulation(const WgradParams& a, int32_t accumulation, bool is_bfloat16, cudaStream_t stream) {
+  if (accumulation == PMO_GROUPED_OVERWRITES) return launch_of_dtype<kGather, PMO_GROUPED_OVERWRITES>(a, is_bfloat16, stream);
+  if (accumulation == PMO_GROUPED_ADDS) return launch_of_dtype<kGather, PMO_GROUPED_ADDS>(a, is_bfloat16, stream);
+  return launch_of_dtype<kGather, PMO_GROUPED_ADDS_FLOAT32>(a, is_bfloat16, stream);
 }
 
 // Size of the result in whole tiles, if tiles have kColumnsB columns of the operand with `wide` columns.
@@ -178,13 +204,22 @@ int wgrad(const pmo_grouped_outer_params& p, cudaStream_t stream) {
     if (const int status = encode_rows(column_b, &a.b)) return status;
   }
   a.gathered = {column_a.rows, p.row_to_token, static_cast<uint32_t>(column_a.row_stride * 2), static_cast<int>(p.num_sources)};
-  a.gathered_columns = static_cast<int>(column_a.columns);
-  const Tensor results = {static_cast<char*>(p.out) + (p.first_p * p.out_columns + p.first_q) * 2,
-                          3,
-                          {p.q_columns, p.p_columns, p.num_experts},
-                          {p.out_columns, p.out_rows * p.out_columns},
-                          {64, 64, 1}};
-  if (const int status = encode(results, is_bfloat16, &a.out)) return status;
+  a.columns_a = static_cast<int>(column_a.columns);
+  a.columns_b = static_cast<int>(column_b.columns);
+  const bool is_float32 = p.accumulation == PMO_GROUPED_ADDS_FLOAT32;
+  char* const block = static_cast<char*>(p.out) + (p.first_p * p.out_columns + p.first_q) * (is_float32 ? 4 : 2);
+  Tensor results = {
+      block, 3, {p.q_columns, p.p_columns, p.num_experts}, {p.out_columns, p.out_rows * p.out_columns}, {64, 64, 1}};
+  if (p.accumulation == PMO_GROUPED_ADDS) {
+    a.sums = block;
+    a.sums_expert_stride = p.out_rows * p.out_columns;
+    a.sums_row_stride = p.out_columns;
+  } else if (is_float32) {
+    results.box[0] = 32;
+    if (const int status = encode(results, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, &a.out)) return status;
+  } else if (const int status = encode(results, is_bfloat16, &a.out)) {
+    return status;
+  }
   a.first = p.first;
   a.stop = p.stop;
   a.num_rows = static_cast<int>(p.num_rows);
@@ -192,7 +227,8 @@ int wgrad(const pmo_grouped_outer_params& p, cudaStream_t stream) {
   a.a_tiles = static_cast<int>(divide_up(column_a.columns, int64_t{kColumnsA}));
   a.b_tiles = static_cast<int>(divide_up(column_b.columns, int64_t{kColumnsB}));
   a.scheduler = {p.counters};
-  return gathers ? launch_of_dtype<true>(a, is_bfloat16, stream) : launch_of_dtype<false>(a, is_bfloat16, stream);
+  return gathers ? launch_of_accumulation<true>(a, p.accumulation, is_bfloat16, stream)
+                 : launch_of_accumulation<false>(a, p.accumulation, is_bfloat16, stream);
 }
 
 }  // namespace

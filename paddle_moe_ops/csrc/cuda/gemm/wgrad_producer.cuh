@@ -18,11 +18,13 @@ namespace cuda {
 struct WgradParams {
   CUtensorMap a, b, out;
   const int32_t *first, *stop;
-  int num_rows, num_experts, a_tiles, b_tiles;
+  int num_rows, num_experts, a_tiles, b_tiles, columns_a, columns_b;
   bool transposed_out;
   GatheredRows gathered;  // operand A, if it is gathered
-  int gathered_columns;
   TileScheduler scheduler;
+  // With accumulation in the operands' dtype, in place of the map `out`: the block's first element, and strides in elements.
+  void* sums;
+  int64_t sums_expert_stride, sums_row_stride;
 };
 
 // A tile: its expert or kNoMoreTiles, the expert's first row and number of rows, the first columns in both operands.
@@ -34,10 +36,16 @@ constexpr int kColumnsA = 128, kColumnsB = 256, kWgradTileK = 32;
 constexpr int kBoxesA = kColumnsA / 64, kStageBoxes = kBoxesA + kColumnsB / 64;  // those of operand A first
 constexpr int kStageBoxBytes = kWgradTileK * 128;
 constexpr int kWgradStageBytes = kStageBoxes * kStageBoxBytes;
-constexpr int kWgradStages = 6;
-constexpr int kWgradEpilogueBytes = 4 * kBoxBytes;  // of a consumer warpgroup: 64 x 256 results
-constexpr int kWgradSharedBytes =
-    kWgradStages * kWgradStageBytes + 2 * kWgradEpilogueBytes + 1024;  // the first stage is aligned to 1024 bytes
+
+// Stages, and boxes of a consumer warpgroup's results, 64 x 256. Results that are added in float32 are twice as large.
+template <int kAccumulation>
+struct WgradShared {
+  static constexpr bool kFloat32 = kAccumulation == PMO_GROUPED_ADDS_FLOAT32;
+  static constexpr int kStages = kFloat32 ? 4 : 6;
+  static constexpr int kEpilogueBytes = (kFloat32 ? 8 : 4) * kBoxBytes;
+  static constexpr int kBytes =
+      kStages * kWgradStageBytes + 2 * kEpilogueBytes + 1024;  // the first stage is aligned to 1024 bytes
+};
 
 #ifdef PMO_SM90A
 
@@ -48,9 +56,9 @@ constexpr int kLookupRows = 256;               // rows whose tokens are looked u
 constexpr int kGatherThreads = 2 * kWarpSize;  // the last two warps of the first warpgroup
 constexpr int kGatherRegisters = 88, kGatherConsumerRegisters = 208;
 
-using WgradPipeline = SmemPipeline<kWgradStages, kWgradStageBytes, kBoxesA * kStageBoxBytes>;
+template <int kStages>
+using WgradPipeline = SmemPipeline<kStages, kWgradStageBytes, kBoxesA * kStageBoxBytes>;
 
-using WgradState = PipelineState<kWgradStages>;
 using WgradQueue = TileQueue<WgradTile, 2>;
 
 // Tokens of kLookupRows rows: row 4 i + r of K step s is [s][r][i].
@@ -82,9 +90,9 @@ __device__ inline void schedule_tiles(const WgradParams& a, WgradQueue& queue) {
 
 // Load warp: TMA loads of boxes kFirstBox to kStopBox - 1 of each stage. Each operand has its own warp: issuing all six boxes of
 // a K step takes one warp as long as the MMAs of the step.
-template <int kFirstBox, int kStopBox>
-__device__ inline void load_boxes(const WgradParams& a, const WgradPipeline& pipeline, WgradQueue& queue) {
-  WgradState state;
+template <int kFirstBox, int kStopBox, int kStages>
+__device__ inline void load_boxes(const WgradParams& a, const WgradPipeline<kStages>& pipeline, WgradQueue& queue) {
+  PipelineState<kStages> state;
   WgradQueue::State at;
   for (WgradTile tile = queue.pop(at); tile.expert != kNoMoreTiles; tile = queue.pop(at)) {
     for (int k_offset = 0; k_offset < tile.rows; k_offset += kWgradTileK) {
@@ -110,7 +118,9 @@ __device__ inline void load_boxes(const WgradParams& a, const WgradPipeline& pip
 // The result of a load, global or shared, arrives only after all copies that the warp issued before it. So tokens are looked up
 // kLookupRows rows at a time, one batch ahead, and each lane loads the tokens of a K step before it issues the copies of the
 // step.
-__device__ inline void gather_rows(const WgradParams& a, const WgradPipeline& pipeline, WgradQueue& queue, TokenTable& sources) {
+template <int kStages>
+__device__ inline void gather_rows(const WgradParams& a, const WgradPipeline<kStages>& pipeline, WgradQueue& queue,
+                                   TokenTable& sources) {
   constexpr int kRowsOfLane = kWgradTileK / 4, kFound = kLookupRows / kGatherThreads;
   // 16 lanes copy the 256 bytes of a row that a tile needs, so both warps copy four rows at a time.
   const int lane = threadIdx.x % kGatherThreads, row_of_4 = lane / 16, box = lane % 16;
@@ -124,7 +134,7 @@ __device__ inline void gather_rows(const WgradParams& a, const WgradPipeline& pi
       found[i] = row < count ? a.gathered.source_of(first + row) : GatheredRows::kNone;
     }
   };
-  WgradState state;
+  PipelineState<kStages> state;
   WgradQueue::State at;
   WgradTile next = queue.pop(at);
   look_up(next.first, next.rows, 0);
@@ -132,7 +142,7 @@ __device__ inline void gather_rows(const WgradParams& a, const WgradPipeline& pi
     const WgradTile tile = next;
     next = queue.pop(at);
     const int column = tile.column_a + box * 8;
-    const bool is_inside = column < a.gathered_columns;
+    const bool is_inside = column < a.columns_a;
     const char* const first = a.gathered.first_row(column * 2);
     if (tile.rows == 0) look_up(next.first, next.rows, 0);
     for (int k_offset = 0; k_offset < tile.rows; k_offset += kLookupRows) {

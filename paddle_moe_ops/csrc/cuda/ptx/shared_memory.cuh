@@ -28,6 +28,26 @@ __device__ inline void st_shared_v4(uint32_t target, uint32_t x, uint32_t y, uin
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
+__device__ inline float2 ld_shared_f32x2(uint32_t source) {
+  float2 pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(source));
+  return pair;
+}
+
+__device__ inline void st_shared_f32x2(uint32_t target, float2 pair) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(target), "f"(pair.x), "f"(pair.y) : "memory");
+}
+
+__device__ inline float ld_shared_f32(uint32_t source) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(source));
+  return value;
+}
+
+__device__ inline void st_shared_f32(uint32_t target, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(target), "f"(value) : "memory");
+}
+
 // Stores to the same shared address of CTA `rank` of the cluster.
 __device__ inline void st_shared_cluster(const volatile int* target, int value, uint32_t rank) {
   asm volatile(

@@ -70,8 +70,14 @@ typedef enum pmo_grouped_gathered {
   PMO_GROUPED_GATHERS_Q = 2,
 } pmo_grouped_gathered;
 
+typedef enum pmo_grouped_accumulation {
+  PMO_GROUPED_OVERWRITES = 0,
+  PMO_GROUPED_ADDS = 1,          // to out of `dtype`
+  PMO_GROUPED_ADDS_FLOAT32 = 2,  // to out of float32
+} pmo_grouped_accumulation;
+
 // Wgrad: out[e][first_p + i, first_q + j] = sum of p[r, i] q[r, j] over the rows r of expert e, in float32, rounded once; 0
-// without rows. Rows of no expert may contain anything. A gathered operand contains num_sources tokens: its row r is token
+// without rows. With accumulation the float32 sum is added to out, and the result is rounded once. Rows of no expert may contain anything. A gathered operand contains num_sources tokens: its row r is token
 // row_to_token[r], or zeros if there is no such token.
 typedef struct pmo_grouped_outer_params {
   int64_t struct_size;
@@ -94,7 +100,9 @@ typedef struct pmo_grouped_outer_params {
   const int32_t* row_to_token;  // [M], with a gathered operand
   int32_t* counters;            // [2] zeros, and zeros again after the launch
   int32_t dtype;
-  int32_t gathered;  // pmo_grouped_gathered
+  int32_t gathered;      // pmo_grouped_gathered
+  int32_t accumulation;  // pmo_grouped_accumulation
+  int32_t reserved;
 } pmo_grouped_outer_params;
 
 PMO_API int pmo_grouped_outer_cuda(const pmo_grouped_outer_params* params, void* stream);

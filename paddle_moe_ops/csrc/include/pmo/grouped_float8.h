@@ -15,9 +15,9 @@ extern "C" {
 
 // Y[r] = x[r] times the expert's matrix, columns from first_column on. Products of codes are accumulated in float32 over 128 of
 // K, multiplied by both scales and added to a float32 accumulator, in ascending order of K. Epilogues are those of
-// pmo_grouped_product_params, from values rounded to bfloat16. Codes and scales of results follow the rule of
-// pmo_quantize_params, from values rounded to bfloat16. If GRADIENT reads hidden_codes, an element of hidden is code * scale,
-// rounded to bfloat16; its own codes and scales may overwrite those.
+// pmo_grouped_product_params, from values rounded to bfloat16, except that GRADIENT does not round Y. Codes and scales of results
+// follow the rule of pmo_quantize_params, from values rounded to bfloat16. If GRADIENT reads hidden_codes, an element of hidden is
+// code * scale, rounded to bfloat16; its own codes and scales may overwrite those.
 typedef struct pmo_grouped_float8_params {
   int64_t struct_size;
   int64_t num_rows;             // M

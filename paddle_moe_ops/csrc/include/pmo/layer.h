@@ -16,16 +16,35 @@
 //
 // A matrix of M rows and d columns exists one chunk at a time, in one buffer. Otherwise GEMMs gather token rows themselves. Each
 // element is the same sum either way, so the bits do not depend on the chunks.
+//
+// With float8 operands, Q quantises rows with one scale per 128 columns, and matrices with one per 128 x 128 elements:
+//
+//   rows of Q(X) -> H and Q(A)                          by row chunks; H in bfloat16 or as Q(H)
+//   weights[r] Q(A) Q(W2) -> Y -> sums
+//
+//   rows of Q(dO) -> dA' = Q(dO) Q(W2)^T -> dH, Q(dH), s A and ds
+//   Q(dH) Q(W1)^T -> rows of dX -> sums                 wgrads as above
+//
+// Each pass reads its own form of each matrix, the one with contiguous K, and quantises the matrices unless their codes are given.
 #pragma once
 
 #include "pmo/base.h"
 #include "pmo/grouped.h"
+#include "pmo/grouped_float8.h"
 #include "pmo/grouped_rows.h"
 #include "pmo/permute.h"
+#include "pmo/quantize.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+// H between the passes.
+typedef enum pmo_layer_hidden {
+  PMO_LAYER_RECOMPUTES = 0,
+  PMO_LAYER_KEEPS = 1,        // in the dtype of the tokens
+  PMO_LAYER_KEEPS_CODES = 2,  // Q(H), with float8 operands
+} pmo_layer_hidden;
 
 // All that the choices of a pass depend on.
 typedef struct pmo_layer_facts {
@@ -33,15 +52,17 @@ typedef struct pmo_layer_facts {
   int64_t num_tokens;   // T
   int64_t num_rows;     // M
   int64_t num_experts;  // E
-  int64_t hidden;       // d, a multiple of 8
-  int64_t inner;        // n, a multiple of 8
+  int64_t hidden;       // d, a multiple of 8; of 16 with float8 operands
+  int64_t inner;        // n, a multiple of 8; of 128 with float8 operands
   int64_t workspace;    // bytes of the chunk buffer; it has room for 256 columns of all rows in any case
-  int32_t dtype;        // PMO_FLOAT16 or PMO_BFLOAT16
+  int32_t dtype;        // PMO_FLOAT16 or PMO_BFLOAT16; the latter with float8 operands
   int32_t num_sms;
   int32_t memory_gbps;      // memory bandwidth in GB/s; 0 if it is unknown
   int32_t backward;         // 0: the forward pass
-  int32_t keeps_hidden;     // whether H exists between the passes
+  int32_t keeps_hidden;     // pmo_layer_hidden
   int32_t needs_d_weights;  // whether the backward pass computes the gradient of the weights
+  int32_t float8;           // whether GEMMs other than wgrads have float8 operands
+  int32_t has_codes;        // with float8: whether the codes of the matrices are given
 } pmo_layer_facts;
 
 // The choices of a pass.
@@ -61,6 +82,12 @@ typedef struct pmo_layer_plan {
 // Needs no GPU.
 PMO_API int pmo_layer_plan_of(const pmo_layer_facts* facts, pmo_layer_plan* plan);
 
+// Codes and scales of matrices, as pmo_grouped_float8_params takes them.
+typedef struct pmo_layer_codes {
+  const void* codes;
+  const float* scales;
+} pmo_layer_codes;
+
 typedef struct pmo_layer_params {
   int64_t struct_size;
   int64_t slots_per_token;      // W
@@ -74,18 +101,23 @@ typedef struct pmo_layer_params {
   const void* sizes;            // [E] rows of each expert, of sizes_kind
   const void* offsets;          // [E] or more, first row of each expert, of offsets_kind; NULL: groups follow each other
   void* hidden;                 // [M, 2n]: H. Forward: written unless it is NULL. Backward: replaced by dH; NULL: recomputed
-  void* workspace;              // `bytes` of the plan, at a multiple of 16 bytes
-  void* out;                    // forward: [T, d]
-  const void* d_out;            // backward: [T, d], at a multiple of 16 bytes
-  int64_t d_out_row_stride;     // a multiple of 8, at least d
-  void* d_x;                    // [T, d] or NULL
-  void* d_gate_up;              // shape of gate_up, or NULL
-  void* d_down;                 // shape of down, or NULL
-  float* d_weights;             // [M] or NULL, as facts.needs_d_weights says
-  int32_t sizes_kind;           // PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64
+  float* hidden_scales;      // [M, 2n / 128]: `hidden` has the codes of H, which become those of dH; as facts.keeps_hidden says
+  void* workspace;           // `bytes` of the plan, at a multiple of 16 bytes
+  void* out;                 // forward: [T, d]
+  const void* d_out;         // backward: [T, d], at a multiple of 16 bytes
+  int64_t d_out_row_stride;  // a multiple of 8, at least d
+  void* d_x;                 // [T, d] or NULL
+  void* d_gate_up;           // shape of gate_up, or NULL
+  void* d_down;              // shape of down, or NULL
+  float* d_weights;          // [M] or NULL, as facts.needs_d_weights says
+  // As facts.has_codes says. Forward: of both matrices. Backward: turned; gate_up_codes only if H is recomputed.
+  pmo_layer_codes gate_up_codes, down_codes, turned_gate_up_codes, turned_down_codes;
+  int32_t sizes_kind;  // PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64
   int32_t offsets_kind;
   int32_t transpose;
-  int32_t clears_hidden;  // forward: whether H gets zeros in rows of no expert
+  int32_t clears_hidden;         // forward: whether H gets zeros in rows of no expert; not for codes
+  int32_t gate_up_accumulation;  // pmo_grouped_accumulation of d_gate_up
+  int32_t down_accumulation;     // and of d_down
 } pmo_layer_params;
 
 // The functions that a pass calls, those of one device.
@@ -97,6 +129,9 @@ typedef struct pmo_layer_kernels {
   int (*row_sums)(const pmo_row_sums_params*, void* stream);
   int (*unpermute)(const pmo_unpermute_params*, void* stream);
   int (*clear)(const pmo_grouped_clear_params*, void* stream);
+  int (*quantize)(const pmo_quantize_params*, void* stream);  // from here on only with float8 operands
+  int (*quantize_blocks)(const pmo_quantize_blocks_params*, void* stream);
+  int (*gemm_float8)(const pmo_grouped_float8_params*, void* stream);
 } pmo_layer_kernels;
 
 // One pass. No host synchronisation. Rows of no expert are not read, and not written but for clears_hidden.

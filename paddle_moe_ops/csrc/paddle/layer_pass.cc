@@ -1,0 +1,121 @@
+// Copyright 2026 The paddle_moe_ops authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Both passes of a layer of experts without Paddle's autograd, for a node of Python: it keeps quantised matrices from one call to
+// the next, keeps H as codes, and adds gradients of matrices to existing ones.
+#include "paddle/direct.h"
+#include "paddle/moe_mlp.h"
+#include "paddle/movement.h"
+
+#ifndef PMO_PADDLE_2  // Paddle before 3.0 has no float8
+
+namespace {
+
+using namespace pmo::binding;  // NOLINT: this file is the operator's own
+
+using Optional = paddle::optional<paddle::Tensor>;
+
+Float8 codes_of(const Optional& codes, const Optional& scales) {
+  Float8 matrix;
+  if (codes) matrix.codes = dense(*codes);
+  if (scales) matrix.scales = dense(*scales);
+  return matrix;
+}
+
+std::unique_ptr<ExpertLayer> layer_of(bool float8, const MlpAttributes& a, const MlpOperands& o,
+                                      const paddle::Tensor* hidden = nullptr, const paddle::Tensor* d_out = nullptr) {
+  return float8 ? new_float8_layer(a, o, hidden, d_out) : new_layer(a, o, hidden, d_out);
+}
+
+// -> out, H or its codes, scales of H; `keep` is a pmo_layer_hidden
+Outputs layer_forward(const paddle::Tensor& x, const paddle::Tensor& gate_up, const paddle::Tensor& down,
+                      const paddle::Tensor& weights, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
+                      const paddle::Tensor& sizes, const paddle::Tensor& offsets, const paddle::Tensor& slot_to_row,
+                      const Optional& gate_up_codes, const Optional& gate_up_scales, const Optional& down_codes,
+                      const Optional& down_scales, bool transpose, bool by_slot, int64_t workspace, bool float8, int keep) {
+  MlpAttributes a = {};
+  a.transpose = transpose;
+  a.by_slot = by_slot;
+  a.workspace = workspace;
+  const MlpOperands o = {x, gate_up, down, weights, token_rows, row_to_token, sizes, offsets, slot_to_row};
+  MatrixCodes codes;
+  codes.gate_up = codes_of(gate_up_codes, gate_up_scales);
+  codes.down = codes_of(down_codes, down_scales);
+  Kept kept;
+  const paddle::Tensor out = layer_of(float8, a, o)->outputs(static_cast<pmo_layer_hidden>(keep), false, codes, &kept);
+  return {out, kept.values, kept.scales};
+}
+
+// -> gradients of x, gate_up, down and weights; undefined where they are not needed or were added to a sum
+Outputs layer_backward(const paddle::Tensor& x, const paddle::Tensor& gate_up, const paddle::Tensor& down,
+                       const paddle::Tensor& weights, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
+                       const paddle::Tensor& sizes, const paddle::Tensor& offsets, const paddle::Tensor& slot_to_row,
+                       const Optional& gate_up_codes, const Optional& gate_up_scales, const Optional& turned_gate_up_codes,
+                       const Optional& turned_gate_up_scales, const Optional& turned_down_codes,
+                       const Optional& turned_down_scales, const Optional& hidden, const Optional& hidden_scales,
+                       const paddle::Tensor& d_out, const Optional& gate_up_sum, const Optional& down_sum, bool transpose,
+                       bool by_slot, int64_t workspace, bool float8, bool need_x, bool need_gate_up, bool need_down,
+                       bool need_weights) {
+  const MlpAttributes a = {transpose, static_cast<bool>(hidden), need_x, need_gate_up, need_down, need_weights, true, workspace,
+                           by_slot};
+  const MlpOperands o = {x, gate_up, down, weights, token_rows, row_to_token, sizes, offsets, slot_to_row};
+  const std::unique_ptr<ExpertLayer> layer = layer_of(float8, a, o, nullptr, &d_out);
+  require_gradient(d_out, x.shape(), x.dtype(), kMoeMlp, "the gradient of the result");
+  MatrixCodes codes;
+  codes.gate_up = codes_of(gate_up_codes, gate_up_scales);
+  codes.turned_gate_up = codes_of(turned_gate_up_codes, turned_gate_up_scales);
+  codes.turned_down = codes_of(turned_down_codes, turned_down_scales);
+  Kept kept;
+  if (hidden) kept.values = *hidden;
+  if (hidden_scales) kept.scales = *hidden_scales;
+  const Sums sums = {gate_up_sum ? &*gate_up_sum : nullptr, down_sum ? &*down_sum : nullptr};
+  Outputs gradients = {{}, {}, {}, {}};
+  layer->backward(a, kept, d_out, codes, sums, &gradients);
+  if (by_slot && need_weights) gradients[3] = gather_slots(layer->target(), kMoeMlp, slot_to_row, gradients[3]);
+  return gradients;
+}
+
+// Codes and scales of matrices [E, A, B], and of their transposes, as the flags say: by one launch.
+Outputs quantize_matrices([[maybe_unused]] const paddle::Tensor& matrices, [[maybe_unused]] bool straight,
+                          [[maybe_unused]] bool turned) {
+  Outputs results = {{}, {}, {}, {}};
+#ifdef PMO_WITH_CUDA
+  const Target target(kMoeMlp, {&matrices});
+  require_rank(matrices, 3, kMoeMlp, "the matrices");
+  const paddle::Tensor source = dense(matrices);
+  const Shape shape = source.shape();
+  const auto groups_in = [](int64_t size) { return (size + PMO_QUANTIZE_GROUP - 1) / PMO_QUANTIZE_GROUP; };
+  const auto allocate = [&](size_t place, int64_t rows, int64_t columns) {
+    results[place] = target.empty({shape[0], rows, columns}, paddle::DataType::FLOAT8_E4M3FN);
+    results[place + 1] = target.empty_float32({shape[0], groups_in(rows), groups_in(columns)});
+  };
+  pmo_quantize_blocks_params p = {};
+  p.struct_size = sizeof(p);
+  p.num_matrices = shape[0];
+  p.num_rows = shape[1];
+  p.num_columns = shape[2];
+  p.x = source.data();
+  if (straight) {
+    allocate(0, shape[1], shape[2]);
+    p.codes = results[0].data();
+    p.scales = results[1].data<float>();
+  }
+  if (turned) {
+    allocate(2, shape[2], shape[1]);
+    p.turned_codes = results[2].data();
+    p.turned_scales = results[3].data<float>();
+  }
+  p.dtype = dtype_of(source, kMoeMlp, "the matrices");
+  p.amax_min = kAmaxMin;
+  check_status(pmo_quantize_blocks_cuda(&p, target.stream()), kMoeMlp);
+#endif
+  return results;
+}
+
+}  // namespace
+
+PMO_DIRECT(layer_forward, layer_forward);
+PMO_DIRECT(layer_backward, layer_backward);
+PMO_DIRECT(quantize_matrices, quantize_matrices);
+
+#endif
