@@ -32,6 +32,7 @@ from benchmarks.spread import time_fields
 from paddle_moe_ops import moe_mlp, moe_permute, moe_unpermute, permute, route, unpermute
 from paddle_moe_ops.bench import MODELS
 from paddle_moe_ops.gemm import grouped_gemm
+from paddle_moe_ops.nn import MoELayer
 
 TOKENS, HIDDEN, INNER, EXPERTS, TOPK = 256, 256, 128, 16, 4
 _CALLS, _WARM = 200, 20
@@ -65,6 +66,12 @@ def operations() -> list[Operation]:
             "grouped_gemm", lambda x, w: grouped_gemm(x, w, plan=plan, permute_x=True, transpose=False), [x, gate_up]
         ),
         Operation("moe_mlp", lambda x, probs, *w: moe_mlp(x, plan, probs, *w), [x, probs, gate_up, down]),
+        Operation(
+            "moe_mlp, float8",
+            lambda x, probs, *w: moe_mlp(x, plan, probs, *w, compute="fp8_1x128"),
+            [x, probs, gate_up, down],
+        ),
+        Operation("MoELayer", MoELayer(HIDDEN, INNER, EXPERTS, TOPK).to(dtype=dtype), [x]),
     ]
 
 
