@@ -89,7 +89,7 @@ SUITES = {
     "scenarios": ["tests/scenarios", f"--device={DEVICE}"],
     "triton": ["tests/ops", "tests/scenarios", "--backend=triton", f"--device={DEVICE}"],
     "triton_kernels": ["tests/triton", "--core-device=cuda", "-p", "no:cacheprovider", "-m", "", "--fuzz-cases=20"],
-    "core": CORE_TESTS,
+    "core": [*CORE_TESTS, f"--ignore={LAYER_FUZZ}"],  # whose oracle takes minutes; "fuzz" has it
     "beside": [BESIDE_TESTS, *CORE_OPTIONS],
     "fuzz": FUZZ_TESTS,
     "jitter": HOPPER_TESTS,  # on a library whose tile schedulers are delayed at random
