@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tests.core.operators.grouped_gemm import AMAX_MIN, GROUP, PING_PONG, Float8Params, Result
 
 import benchmarks.without_paddle  # noqa: F401  before the imports that need it
 from benchmarks.kernels.cuda_timer import CudaTimer
@@ -50,6 +49,7 @@ from paddle_moe_ops.triton.gemm.types import Groups, Target
 from paddle_moe_ops.triton.launch.device import ITEM_BYTES, address
 from paddle_moe_ops.triton.ops.permute import permute_chunk
 from paddle_moe_ops.triton.ops.quantize import quantize
+from tests.core.operators.grouped_gemm import AMAX_MIN, GROUP, PING_PONG, Float8Params, Result
 
 from .inputs import Inputs
 from .library import Codes, Library, address_of

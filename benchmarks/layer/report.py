@@ -45,9 +45,10 @@ bfloat16, but for the columns that say float8. The router is not included.
 * *ours* are the kernels of `moe_mlp` on PyTorch's tensors, with the `workspace_mb` that is named above each table
   (1024 is the default): the compiled library's, as on every GPU of compute capability 9.0. *ours, Triton alone* is the
   layer for other GPUs. *ours, 256 MiB* has another buffer; *ours, keep x* makes the first product again in the backward
-  pass; *ours, accumulates* adds the gradients of matrices to float32 tensors. *ours, float8* multiplies float8 operands and quantises its matrices in each
-  pass; *matrices kept* finds them quantised, as micro-batches after the first do; *first product in float8* is with
-  `keep="h_fp8"`. *torch* is plain PyTorch around `torch._grouped_mm` with its own gradients.
+  pass; *ours, accumulates* adds the gradients of matrices to float32 tensors. *ours, float8* multiplies float8 operands
+  and quantises its matrices in each pass; *matrices kept* finds them quantised, as micro-batches after the first do;
+  *first product in float8* is with `keep="h_fp8"`. *torch* is plain PyTorch around `torch._grouped_mm` with its own
+  gradients.
 * *kept* is what forward leaves for backward, in MiB, with the tokens: 2 T d + 4 T K n bytes for ours, which the
   benchmark measures to the byte. *peak* is the most memory that the backward pass holds at any time. It includes what
   is kept, without the tokens, and leaves out the gradients that the pass returns.
