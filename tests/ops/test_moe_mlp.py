@@ -233,7 +233,7 @@ def test_kept_are_the_tokens_the_first_product_and_the_weights(keep, rng, place,
 @pytest.mark.parametrize("workspace_mb", [1, 4096])
 @pytest.mark.parametrize("keep", ["h", "x"])
 def test_triton_keeps_tables_of_tiles_as_well(interpreted, keep, workspace_mb, rng, monkeypatch):
-    """2 T d + 4 N n bytes of 16-bit numbers, 4 N of weights, and 4 E + 9 integers that say where tiles are."""
+    """2 T d + 4 N n bytes of 16-bit numbers, 4 N of weights, and 4 E + 7 integers that say where tiles are."""
     kept = []
     run = MoeMlp.run
 
@@ -248,7 +248,7 @@ def test_triton_keeps_tables_of_tiles_as_well(interpreted, keep, workspace_mb, r
         layer.call(layer.leaves("cpu"), "cpu", keep=keep, workspace_mb=workspace_mb)
     rows, tokens = layer.plan.num_rows, len(layer.arrays["x"])
     matrices = sum(layer.arrays[name].nbytes for name in ("gate_up", "down"))
-    given = 2 * tokens * 16 + 4 * rows + matrices + 4 * (4 * SHAPE.E + 9)
+    given = 2 * tokens * 16 + 4 * rows + matrices + 4 * (4 * SHAPE.E + 7)
     assert sum(each.size * each.element_size() for each in kept) == given + (4 * rows * 8 if keep == "h" else 0)
 
 
