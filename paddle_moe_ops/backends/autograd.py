@@ -234,7 +234,7 @@ def _as_node(call: Call, given: list[Tensor]) -> Tensors:
     """Run a call as a node of the graph."""
     backend = None if call.kernels is None else call.kernels.name
     texts = {}
-    if backend not in (None, "paddle"):
+    if backend in ("triton", "reference"):
         texts = {"where": f"on the backend {backend!r} ", "instead": "; on the backend 'compiled' it can"}
     return applied_once(_Node, call, *given, function=call.function, **texts)
 
