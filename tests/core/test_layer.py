@@ -169,10 +169,11 @@ def test_rows_of_no_expert_become_zeros_in_h(core: Core, rng: np.random.Generato
 
 @pytest.mark.parametrize("number", range(4), ids=["x", "gate_up", "down", "weights"])
 @pytest.mark.parametrize("keeps", [Hidden.KEEPS, Hidden.RECOMPUTES], ids=["keeps H", "recomputes H"])
+@pytest.mark.parametrize("case", [Case(30, 64, 16), CASES["rows that are permuted"]], ids=["gathered", "permuted"])
 def test_only_gradients_that_are_wanted_are_computed(
-    core: Core, rng: np.random.Generator, number: int, keeps: Hidden
+    core: Core, rng: np.random.Generator, number: int, keeps: Hidden, case: Case
 ) -> None:
-    problem = exact(rng, Case(30, 64, 16), keeps=keeps)
+    problem = exact(rng, case, keeps=keeps)
     made = problem.run(core, wanted=tuple(each == number for each in range(4)))
     assert [each is not None for each in made[3:]] == [each == number for each in range(4)]
     assert_same(live_part(problem.layer, made), problem.due())

@@ -214,6 +214,23 @@ def test_float8_passes_neither_gather_tokens_nor_have_tiles_of_160_rows(core: Co
         assert made.num_chunks == (2 if workspace == 1 else 1)
 
 
+@pytest.mark.parametrize(
+    ("rows", "float8", "num_heights"), [(511, 0, 1), (512, 0, 2), (511, 1, 1), (512, 1, 1)], ids=str
+)
+def test_tables_have_a_schedule_for_each_tile_height(core: Core, rows: int, float8: int, num_heights: int) -> None:
+    sizes = {"num_tokens": rows, "num_rows": rows, "num_experts": 1, "hidden": 784, "inner": 256, "dtype": 2}
+    made = choices(core, **sizes, workspace=GIB, float8=float8)
+    assert made.tables_size == num_heights * 9  # 3 E + 6 without chunks
+
+
+def test_a_workspace_for_all_rows_is_one_chunk(core: Core) -> None:
+    """One byte less leaves room for the last tile: 160 rows."""
+    sizes = {"num_tokens": 1000, "num_rows": 1000, "num_experts": 1, "hidden": 64, "inner": 3072, "dtype": 2}
+    for workspace, num_chunks, chunk_rows in ((1000 * 128, 1, 1000), (1000 * 128 - 1, 2, 839)):
+        made = choices(core, **sizes, workspace=workspace)
+        assert (made.num_chunks, made.chunk_rows) == (num_chunks, chunk_rows)
+
+
 def aligned(size: int) -> int:
     return -(-size // 256) * 256
 

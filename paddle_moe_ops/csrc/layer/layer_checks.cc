@@ -58,7 +58,7 @@ int check_layer(const pmo_layer_facts& f, const pmo_layer_params& p) {
   PMO_REQUIRE(!multiplies_forward || has_codes(p.gate_up_codes), "gate_up_codes", "codes and scales");
   PMO_REQUIRE(is_backward || has_codes(p.down_codes), "down_codes", "codes and scales");
   PMO_REQUIRE(!is_backward || has_codes(p.turned_down_codes), "turned_down_codes", "codes and scales");
-  PMO_REQUIRE(!is_backward || p.d_x == nullptr || has_codes(p.turned_gate_up_codes), "turned_gate_up_codes", "codes and scales");
+  PMO_REQUIRE(p.d_x == nullptr || has_codes(p.turned_gate_up_codes), "turned_gate_up_codes", "codes and scales");
   return PMO_OK;
 }
 
