@@ -62,8 +62,8 @@ def layer_by_library(x: Tensor, gate_up: Matrices, down: Matrices, weights: Tens
     with without_autocast():
         if in_graph or (spec.compute is None and not spec.accumulates):
             return _by_operator(x, gate_up, down, weights, spec, in_graph)
-        kernels = _on_kernels if has_layer_kernels(x, down, spec) else _by_matmul
         tokens, gate_up, down = _in_one_dtype(x, gate_up, down)
+        kernels = _on_kernels if has_layer_kernels(tokens, down, spec) else _by_matmul
         return to_dtype(connected_mlp(kernels, tokens, gate_up, down, weights, spec), x.dtype)
 
 
