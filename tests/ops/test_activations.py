@@ -323,3 +323,15 @@ def test_the_two_lines_of_the_docstring_give_the_same(rng, place):
     rows = grouped_gemm(rows, given["down"], None, False, plan=plan, bias=given["down_bias"])
     expected = unpermute(rows, plan, given["probs"]).numpy()
     np.testing.assert_allclose(layer.call(given, place).numpy(), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", ["gate_up_bias", "down_bias"])
+def test_a_bad_bias_is_named_after_good_calls_too(name):
+    """Calls of the same sizes, which are not checked again."""
+    x, plan = paddle.randn([5, 8]), route(paddle.zeros([5, 1], "int32"), num_experts=2)
+    gate_up, down = paddle.randn([2, 8, 12]), paddle.randn([2, 6, 8])
+    columns = {"gate_up_bias": 12, "down_bias": 8}[name]
+    for _ in range(2):
+        moe_mlp(x, plan, None, gate_up, down, **{name: paddle.randn([2, columns])})
+    with pytest.raises(ValueError, match=f"^moe_mlp: {name} must be "):
+        moe_mlp(x, plan, None, gate_up, down, **{name: paddle.randn([2, columns + 1])})

@@ -369,6 +369,8 @@ EQUIVALENT = (
     (r"csrc/paddle/", "", r"place\(\) [!=]= target\.place\(\)", "the suites on a GPU see it"),
     (r"csrc/paddle/", "elements swapped", r"Target target\(", "whose devices are compared, in any order"),
     (r"/mlp\.py", "", r"_PASSED_KEPT", "how many checked calls are remembered"),
+    (r"/mlp\.py", "arguments swapped", r"signature = _signature\(", "an order that all signatures have"),
+    (r"/_matrices\.py", "constant", r"0 <= experts", "a plan has one expert at least"),
     (r"reference/chunks\.py", "slice dropped", r"\[:num_chunks\]", "the last one is not used"),
 )
 
