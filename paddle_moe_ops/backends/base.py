@@ -10,9 +10,6 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from paddle import Tensor
 
-from .._graphs import FLOAT8 as FLOAT8
-from .._graphs import constant_if_float8 as constant_if_float8
-
 Tensors = tuple[Tensor, ...]
 Matrices: TypeAlias = Tensor | Sequence[Tensor]  # matrices of all experts: one stacked tensor, or a list
 

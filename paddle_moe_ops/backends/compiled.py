@@ -15,11 +15,10 @@ import paddle
 from paddle import Tensor
 
 from .. import _build_check, _env
-from .._graphs import GraphValue, filled
+from .._graphs import FLOAT8, GraphValue, constant_if_float8, filled
 from .._native import native
 from ..triton.launch.paddle_device import RIG
 from .base import (
-    FLOAT8,
     OPERATORS,
     MoePermuteSpec,
     MoeUnpermuteSpec,
@@ -30,7 +29,6 @@ from .base import (
     Tensors,
     TopkSpec,
     Validation,
-    constant_if_float8,
 )
 
 LIBRARY = _build_check.library()

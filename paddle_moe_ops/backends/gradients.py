@@ -14,10 +14,9 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from .._graphs import filled, numbers_of
+from .._graphs import FLOAT8, constant_if_float8, filled, numbers_of
 from .autograd import Call, Gradients, connect, first_order_only, linear, wants_gradient
 from .base import (
-    FLOAT8,
     GemmSpec,
     Kernels,
     Maps,
@@ -30,7 +29,6 @@ from .base import (
     Tensors,
     TopkSpec,
     Validation,
-    constant_if_float8,
 )
 from .experts import GroupedGemm, connected_mlp
 from .stacking import stack_or_view

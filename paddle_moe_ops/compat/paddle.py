@@ -24,9 +24,8 @@ from paddle import _C_ops
 from paddle.base import core
 
 from .. import _checks, functional
-from .._graphs import context_manager
+from .._graphs import FLOAT8, context_manager
 from ..backends import register_note
-from ..backends.base import FLOAT8
 from . import _async_load, incubate_dispatch, incubate_gemm, incubate_routing
 
 __all__ = ["patch_paddle", "patched_paddle", "unpatch_paddle"]
