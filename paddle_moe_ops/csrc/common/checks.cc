@@ -209,7 +209,7 @@ int check_quantize_sizes(const pmo_quantize_params& p) {
 
 int check_quantize(const pmo_quantize_params& p) {
   if (const int status = check_quantize_sizes(p)) return status;
-  PMO_REQUIRE(p.amax_min >= 0x1p-100f && p.amax_min <= FLT_MAX, "amax_min", "in [2^-100, FLT_MAX]");
+  PMO_REQUIRE(p.amax_min >= kAmaxMin && p.amax_min <= FLT_MAX, "amax_min", "in [2^-100, FLT_MAX]");
   const bool has_map = has_row_map(p);
   PMO_REQUIRE(has_map || (p.topk == 1 && p.num_rows == p.num_tokens), "slot_to_row",
               "given, unless topk is 1 and num_rows is num_tokens");

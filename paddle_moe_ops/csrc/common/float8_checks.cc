@@ -8,6 +8,7 @@
 #include "common/checks.h"
 #include "common/dtypes.h"
 #include "common/grouped_sizes.h"
+#include "common/scales.h"
 #include "common/status.h"
 
 namespace pmo {
@@ -24,7 +25,7 @@ int check_blocks(const Params& p) {
   const int64_t tiles = divide_up(p.num_rows, int64_t{128}) * divide_up(p.num_columns, int64_t{128});
   PMO_REQUIRE(p.num_matrices == 0 || tiles <= kMaxIndexOnDevice / p.num_matrices, "num_matrices",
               "below 2^30 / blocks of a matrix");
-  PMO_REQUIRE(p.amax_min >= 0x1p-100f && p.amax_min <= FLT_MAX, "amax_min", "in [2^-100, FLT_MAX]");
+  PMO_REQUIRE(p.amax_min >= kAmaxMin && p.amax_min <= FLT_MAX, "amax_min", "in [2^-100, FLT_MAX]");
   return PMO_OK;
 }
 
@@ -54,7 +55,7 @@ int check_grouped_float8(const pmo_grouped_float8_params& p) {
   PMO_REQUIRE(p.hidden_codes == nullptr || !is_plain, "hidden_codes", "NULL if the result is plain");
   PMO_REQUIRE(p.hidden_codes == nullptr || !is_gated || p.hidden == nullptr, "hidden", "NULL if a gated result has hidden_codes");
   const bool writes_codes = p.codes != nullptr || (is_gated && p.hidden_codes != nullptr);
-  if (writes_codes) PMO_REQUIRE(p.amax_min >= 0x1p-100f && p.amax_min <= FLT_MAX, "amax_min", "in [2^-100, FLT_MAX]");
+  if (writes_codes) PMO_REQUIRE(p.amax_min >= kAmaxMin && p.amax_min <= FLT_MAX, "amax_min", "in [2^-100, FLT_MAX]");
   if (p.num_rows == 0) return PMO_OK;
   PMO_REQUIRE(p.num_sources > 0 && p.inner > 0 && p.outer > 0, "inner", "positive where there are rows");
   PMO_REQUIRE(is_16_bytes(p.x), "x", "an array at a multiple of 16 bytes");

@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The memory layout of the scales of pmo_quantize_*.
+// The memory layout of the scales of pmo_quantize_*, and their minimum.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +14,7 @@ namespace pmo {
 constexpr int64_t kGroupColumns = PMO_QUANTIZE_GROUP;
 constexpr int64_t kPackedScales = 4;     // in a word, with ue8m0
 constexpr int64_t kColumnAlignment = 4;  // rows of a column-major layout are rounded up to a multiple
+constexpr float kAmaxMin = 0x1p-100f;    // least amax_min that kernels accept; layers take it, since gradients may be small
 
 // Counts and steps in words of 4 bytes: word w of row r is at r * row_step + w * word_step.
 struct ScaleLayout {

@@ -3,13 +3,12 @@
 
 // A pass with float8 operands, with launches in the order of pmo/layer.h. Tokens are quantised once, and their codes permuted by
 // row chunks.
+#include "common/scales.h"
 #include "layer/pass.h"
 
 namespace pmo {
 namespace layer {
 namespace {
-
-constexpr float kAmaxMin = 0x1p-100f;  // minimum that kernels accept, since gradients may be small
 
 // Codes [rows, columns] and scales [rows, columns / 128].
 struct Codes {

@@ -21,6 +21,7 @@
 #include <memory>
 #include <vector>
 
+#include "common/scales.h"
 #include "paddle/attributes.h"
 #include "paddle/binding.h"
 #include "paddle/grouped.h"
@@ -30,7 +31,6 @@ namespace pmo {
 namespace binding {
 
 constexpr char kMoeMlp[] = "moe_mlp";  // name of the function in errors
-constexpr float kAmaxMin = 0x1p-100f;  // of quantisations: the minimum that kernels accept, since gradients may be small
 
 PMO_ATTRIBUTES(MlpAttributes, (bool, transpose, transpose), (bool, keep_hidden, keep), (bool, need_x_grad, x_grad),
                (bool, need_gate_up_grad, gate_up_grad), (bool, need_down_grad, down_grad), (bool, need_weights_grad, weight_grad),

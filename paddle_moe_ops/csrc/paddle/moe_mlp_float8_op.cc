@@ -35,7 +35,7 @@ paddle::Tensor fake_quantised_matrices(const Target& target, const paddle::Tenso
   p.x = source.data();
   p.out = values.data<float>();
   p.dtype = dtype_of(source, kMoeMlp, "the matrices");
-  p.amax_min = kAmaxMin;
+  p.amax_min = pmo::kAmaxMin;
   check_status(PMO_CALL(target, near_blocks, &p), kMoeMlp);
   return values;
 }
@@ -97,7 +97,7 @@ class Float8Layer : public ExpertLayer {
   }
 
   Float8 quantised_rows(const paddle::Tensor& rows) const {
-    const Outputs quantised = quantize_rows(target(), kMoeMlp, rows, {}, {false, false, kAmaxMin});
+    const Outputs quantised = quantize_rows(target(), kMoeMlp, rows, {}, {false, false, pmo::kAmaxMin});
     return {quantised[0], quantised[1]};
   }
 
@@ -111,7 +111,7 @@ class Float8Layer : public ExpertLayer {
   // Quantises and permutes tokens, with zeros in padding rows. Each token is read once.
   Float8 rows_in_float8(const paddle::Tensor& tokens) const {
     const RowMaps maps = {&operands().token_rows, &operands().row_to_token, PMO_FILL_ROWS | PMO_FILL_SCALES};
-    const Outputs quantised = quantize_rows(target(), kMoeMlp, tokens, maps, {false, false, kAmaxMin});
+    const Outputs quantised = quantize_rows(target(), kMoeMlp, tokens, maps, {false, false, pmo::kAmaxMin});
     return {quantised[0], quantised[1]};
   }
 };
