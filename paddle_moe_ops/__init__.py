@@ -40,7 +40,7 @@ if _build_check.paddle_problem() is None:
     from .explaining import explain
     from .functional import moe_permute, moe_unpermute, permute, sort_chunks, unpermute
     from .mlp import Float8Matrices, moe_mlp
-    from .quantization import dequantize_1x128, quantize_1x128, quantized_experts
+    from .quantization import QuantizedMatrices, dequantize_1x128, quantize_1x128, quantize_experts, quantized_experts
     from .routing import Plan, route
 
     register_operators()
@@ -48,6 +48,7 @@ if _build_check.paddle_problem() is None:
 __all__ = [
     "Float8Matrices",
     "Plan",
+    "QuantizedMatrices",
     "__version__",
     "dequantize_1x128",
     "explain",
@@ -58,6 +59,7 @@ __all__ = [
     "patched_paddle",
     "permute",
     "quantize_1x128",
+    "quantize_experts",
     "quantized_experts",
     "route",
     "sort_chunks",

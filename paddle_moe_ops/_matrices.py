@@ -13,13 +13,27 @@ from paddle import Tensor, nn
 from . import _checks
 from ._graphs import to_dtype
 from .backends import Backend, Matrices, accumulated, stack_or_view
+from .backends.quantized import FLOAT8_FORMAT, FORMATS, QuantizedMatrices, as_quantized
 
-__all__ = ["Matrices", "each_of", "in_dtype", "listed", "matrices", "named", "stacked"]
+__all__ = [
+    "EVEN_COLUMNS",
+    "Matrices",
+    "check_quantized_options",
+    "each_of",
+    "in_dtype",
+    "listed",
+    "matrices",
+    "named",
+    "quantized_pair",
+    "stacked",
+]
+
+EVEN_COLUMNS = "of 2 * n columns, n of the gate and n that it gates, n >= 1"
 
 
 def listed(given: Any) -> Any:
-    """The parameters of a `paddle.nn.ParameterList` as a list; any other value unchanged."""
-    return list(given) if isinstance(given, nn.ParameterList) else given
+    """The parameters of a `paddle.nn.ParameterList` as a list, quantised matrices as such; other values unchanged."""
+    return list(given) if isinstance(given, nn.ParameterList) else as_quantized(given)
 
 
 def matrices(
@@ -39,7 +53,7 @@ def matrices(
     Returns:
         the tensor, or the list.
     """
-    if isinstance(given, nn.Layer):
+    if isinstance(given, (nn.Layer, QuantizedMatrices)):
         text = "a paddle.Tensor, or a list or a paddle.nn.ParameterList of them"
         _checks.bad_type(function, argument, text, type(given).__name__)
     if not isinstance(given, Sequence) or isinstance(given, str):
@@ -56,8 +70,10 @@ def matrices(
     return given
 
 
-def named(argument: str, given: Matrices) -> dict[str, Tensor]:
+def named(argument: str, given: Matrices | QuantizedMatrices) -> dict[str, Tensor]:
     """Each tensor by its name in messages."""
+    if isinstance(given, QuantizedMatrices):
+        return {f"{argument}.codes": given.codes, f"{argument}.scales": given.scales}
     if isinstance(given, Sequence):
         return {f"{argument}[{index}]": each for index, each in enumerate(given)}
     return {argument: given}
@@ -88,3 +104,65 @@ def in_dtype(function: str, given: Matrices, dtype: Any, backend: Backend, *, ac
     if accumulates:
         given = each_of(accumulated, given)
     return each_of(lambda each: to_dtype(each, dtype), given)
+
+
+def quantized_pair(function: str, gate_up: Any, down: Any, experts: int, hidden: int, transpose: bool) -> int:
+    """Check matrices that are codes; the columns of the first, -1 if a graph does not know them."""
+    for name, each, other in (("gate_up", gate_up, "down"), ("down", down, "gate_up")):
+        if not isinstance(each, QuantizedMatrices):
+            _checks.bad_type(function, name, f"a QuantizedMatrices, as {other} is", type(each).__name__)
+        _checks.choice(function, f"{name}.format", each.format, FORMATS)
+        _checks.flag(function, f"{name}.transpose", each.transpose)
+        _checks.tensor(function, f"{name}.codes", each.codes, _dtypes_of_codes(each), [experts, "rows", "columns"])
+        for field in ("format", "transpose"):
+            mine, due = getattr(each, field), getattr(gate_up, field)
+            if mine != due:
+                _checks.bad_value(function, f"down.{field}", f"{due!r}, as that of gate_up", repr(mine))
+    if transpose and not gate_up.transpose:
+        _checks.bad_value(function, "transpose", "False with quantised matrices that are not transposed", transpose)
+    columns = gate_up.num_outputs
+    if (columns % 2 and columns > 0) or columns == 0:
+        _checks.bad_value(function, "gate_up.codes", EVEN_COLUMNS, columns)
+    inner = columns // 2 if columns > 0 else -1
+    _check_codes(function, "gate_up", gate_up, experts, hidden, columns)
+    _check_codes(function, "down", down, experts, inner, hidden)
+    return columns
+
+
+def check_quantized_options(
+    function: str, matrix_format: str, keep: str, accumulate: bool, compute: str | None, float8_matrices: Any
+) -> None:
+    """Check the options of `moe_mlp` that depend on quantised matrices."""
+    if accumulate:
+        _checks.bad_value(function, "accumulate", "False with quantised matrices, which have no gradient", True)
+    if keep == "h_fp8":
+        _checks.bad_value(function, "keep", "'h' or 'x' with quantised matrices", repr(keep))
+    if compute is not None and matrix_format != FLOAT8_FORMAT:
+        _checks.bad_value(function, "compute", f"None with quantised matrices of {matrix_format}", repr(compute))
+    if float8_matrices is not None:
+        _checks.bad_value(function, "float8_matrices", "None with quantised matrices", type(float8_matrices).__name__)
+
+
+def _dtypes_of_codes(given: QuantizedMatrices) -> tuple[Any, ...]:
+    return (paddle.float8_e4m3fn, paddle.uint8, paddle.int8) if given.format == FLOAT8_FORMAT else (paddle.int8,)
+
+
+def _check_codes(function: str, name: str, given: QuantizedMatrices, experts: int, inputs: int, outputs: int) -> None:
+    """Check the shapes of codes and scales of matrices; a size of -1 is unknown."""
+
+    def pieces(size: int, length: int) -> int:
+        return -1 if size < 0 else -(-size // length)
+
+    def stored(first: int, second: int) -> list[int]:
+        return [experts, second, first] if given.transpose else [experts, first, second]
+
+    rows = pieces(inputs, 2) if given.format.startswith("int4") else inputs
+    _checks.tensor(function, f"{name}.codes", given.codes, _dtypes_of_codes(given), stored(rows, outputs))
+    if given.format == FLOAT8_FORMAT:
+        scales = stored(pieces(inputs, 128), pieces(outputs, 128))
+    elif given.format == "int4_1x128":
+        scales = stored(pieces(inputs, 128), outputs)
+    else:
+        scales = [experts, outputs]
+    dtypes = (paddle.float32, paddle.uint8) if given.format == FLOAT8_FORMAT else (paddle.float32,)
+    _checks.tensor(function, f"{name}.scales", given.scales, dtypes, scales)

@@ -16,11 +16,32 @@ from paddle import Tensor, nn
 from . import _checks
 from ._activations import ACTIVATIONS, activate
 from ._graphs import is_graph_value, is_on_gpu, known_sizes, public, to_dtype
-from ._matrices import Matrices, each_of, in_dtype, listed, matrices, named
+from ._matrices import (
+    EVEN_COLUMNS,
+    Matrices,
+    check_quantized_options,
+    each_of,
+    in_dtype,
+    listed,
+    matrices,
+    named,
+    quantized_pair,
+)
 from ._native import native
 from ._quick import quick_moe_mlp
-from .backends import Backend, Float8Matrices, GemmSpec, MlpSpec, accumulated, accumulated_each, resolve, why_not
+from .backends import (
+    Float8Matrices,
+    GemmSpec,
+    MlpSpec,
+    accumulated,
+    accumulated_each,
+    chosen,
+    resolve,
+    why_not,
+)
 from .backends.experts import holds_others, is_default
+from .backends.layers import dequantized, quantized_layer
+from .backends.quantized import FLOAT8_FORMAT, QuantizedMatrices
 from .gemm import multiplied
 from .routing import Plan, as_plan, check_weights, tokens_of
 
@@ -40,8 +61,8 @@ def moe_mlp(
     x: Tensor,
     plan: Plan,
     probs: Tensor | None,
-    gate_up: Tensor | Sequence[Tensor] | nn.ParameterList,
-    down: Tensor | Sequence[Tensor] | nn.ParameterList,
+    gate_up: Tensor | Sequence[Tensor] | nn.ParameterList | QuantizedMatrices,
+    down: Tensor | Sequence[Tensor] | nn.ParameterList | QuantizedMatrices,
     *,
     activation: str = "swiglu",
     transpose: bool = False,
@@ -90,6 +111,11 @@ def moe_mlp(
     All other layers run as the composed calls above. They ignore ``keep`` and ``workspace_mb``, and keep more tensors
     for the backward pass. With ``compute``, ``keep`` applies everywhere.
 
+    Quantised matrices (`quantize_experts`) are constants without gradients. Integer codes: the result is that of the
+    matrices' values, rounded to the dtype of ``x``. Float8 codes: that of ``compute="fp8_1x128"``, whether it is given
+    or not. The compiled library runs layers of SwiGLU without biases, in dygraph and in graphs; on a CPU it dequantises
+    the matrices of experts that have rows.
+
     Args:
         x: [T, d] bfloat16, float16 or float32 tokens. More dimensions, [..., d], count as T tokens in all.
         plan: the rows of the tokens, from `route`.
@@ -98,7 +124,8 @@ def moe_mlp(
         gate_up: [E, d, 2 * n], dtype of ``x``: the gate's columns first, as Paddle's ``swiglu`` has them.
             With ``transpose`` [E, 2 * n, d]. Or a list or a `paddle.nn.ParameterList` of E matrices, as in
             `grouped_gemm`.
-        down: [E, n, d], dtype of ``x``; with ``transpose`` [E, d, n]. Or a list of E matrices.
+        down: [E, n, d], dtype of ``x``; with ``transpose`` [E, d, n]. Or a list of E matrices. Both matrices may be a
+            `QuantizedMatrices`, of one format and layout, which has a ``transpose`` of its own.
         activation: the function of the gate's columns g and the others u, in float32. "swiglu": ``silu(g) * u``.
             "geglu": ``gelu(g) * u``; "geglu_tanh" with GELU's approximation by a hyperbolic tangent. "swiglu_oai", of
             gpt_oss: ``(u + 1) * g * sigmoid(1.702 * g)`` with g clamped to at most 7 and u to [-7, 7]; clamped values
@@ -138,7 +165,8 @@ def moe_mlp(
         ValueError: an argument of the wrong value or shape; ``accumulate`` in a static graph, or with a matrix or a
             bias that is not a leaf or whose ``main_grad`` does not fit; ``compute`` with biases or with another
             activation; ``keep="h_fp8"`` or ``float8_matrices`` without ``compute``, or the latter in a static graph or
-            made of other matrices; ``compute`` where the compiled library has no operators.
+            made of other matrices; ``compute`` where the compiled library has no operators; ``accumulate``,
+            ``keep="h_fp8"`` or ``float8_matrices`` with quantised matrices.
     """
     options = activation, transpose, weights_by, keep, workspace_mb, accumulate
     call = prepared(x, plan, probs, gate_up, down, *options, gate_up_bias, down_bias, compute, float8_matrices)
@@ -168,7 +196,7 @@ class Prepared(NamedTuple):
     """A call of `moe_mlp` whose arguments are checked.
 
     Attributes:
-        backend: the backend of the GEMMs.
+        backend: the `Backend` of the GEMMs, or the layer of quantised matrices.
         operands: tokens [T, d], gate_up, down, weights as the spec says, and the biases. Under mixed precision on a GPU
             tokens and matrices have its dtype.
         spec: all that has no gradient.
@@ -176,7 +204,7 @@ class Prepared(NamedTuple):
         why_composed: the reason why the backend does not run the layer as one, or None if it does.
     """
 
-    backend: Backend
+    backend: Any
     operands: Operands
     spec: MlpSpec
     activation: str
@@ -212,7 +240,11 @@ def prepared(
             if len(_passed) >= _PASSED_KEPT:
                 _passed.clear()
             _passed.add(signature)
-    if float8_matrices is not None:
+    is_quantized = isinstance(gate_up, QuantizedMatrices)
+    if is_quantized:
+        check_quantized_options(_NAME, gate_up.format, keep, accumulate, compute, float8_matrices)
+        transpose, compute = gate_up.transpose, None
+    elif float8_matrices is not None:
         float8_matrices = _checked_float8_matrices(float8_matrices, x, gate_up, down, transpose, compute)
     tokens = x
     if len(x.shape) != 2:
@@ -225,6 +257,8 @@ def prepared(
         check_destinations(_NAME, **{name: each for name, each in given.items() if each is not None})
     operands = tokens, gate_up, down, weights, gate_up_bias, down_bias
     layer = LayerOptions(activation, transpose, keep, workspace_mb, accumulate, compute)
+    if is_quantized:
+        return prepared_quantized_layer(plan, operands, by_slot, layer)
     return prepared_layer(plan, operands, by_slot, layer, float8_matrices)
 
 
@@ -276,6 +310,28 @@ def prepared_layer(
     return Prepared(backend, operands, spec, activation, why_composed)
 
 
+def prepared_quantized_layer(plan: Plan, operands: Any, by_slot: bool, options: LayerOptions) -> Prepared:
+    """`prepared_layer` with matrices that are codes. Layers that the operator does not run read their values."""
+    tokens, gate_up, down, weights, gate_up_bias, down_bias = operands
+    if paddle.amp.is_autocast_enabled() and is_on_gpu(tokens):
+        tokens = to_dtype(tokens, getattr(paddle, paddle.amp.get_autocast_dtype()))
+    is_layer = options.activation == "swiglu" and gate_up_bias is None and down_bias is None
+    is_float8 = gate_up.format == FLOAT8_FORMAT
+    why_not_here = quantized_layer.cannot_run_on(tokens)
+    if why_not_here is not None:
+        _checks.bad_value(_NAME, "gate_up", f"no QuantizedMatrices, since {why_not_here}", gate_up)
+    if is_layer and (is_float8 or chosen() in (None, quantized_layer.name)):
+        how = options.keep != "x", int(options.workspace_mb) << 20, False, _checks.validation(_NAME, None, tokens)
+        spec = MlpSpec(plan, by_slot, gate_up.transpose, *how)
+        return Prepared(quantized_layer, (tokens, gate_up, down, weights, None, None), spec, "swiglu", None)
+    if is_float8:
+        given = options.activation if options.activation != "swiglu" else "biases"
+        _checks.bad_value(_NAME, "gate_up", "of integer codes with biases or another activation than swiglu", given)
+    inner = gate_up.num_outputs // 2
+    values = dequantized(gate_up, tokens.shape[1], tokens.dtype), dequantized(down, inner, tokens.dtype)
+    return prepared_layer(plan, (tokens, *values, weights, gate_up_bias, down_bias), by_slot, options)
+
+
 def _signature(x: Any, plan: Any, probs: Any, gate_up: Any, down: Any, biases: Any, options: tuple) -> Hashable:
     """All that `_check` reads, or None for unusual calls, which are checked each time."""
     if type(plan) is not Plan or biases["gate_up_bias"] is not None or biases["down_bias"] is not None:
@@ -283,6 +339,8 @@ def _signature(x: Any, plan: Any, probs: Any, gate_up: Any, down: Any, biases: A
     counts: list[int | None] = []
     tensors: list[Any] = [x, probs]
     for each in (gate_up, down):
+        if isinstance(each, QuantizedMatrices):
+            return None
         is_list = isinstance(each, (list, tuple))
         counts.append(len(each) if is_list else None)
         tensors += each if is_list else [each]
@@ -388,14 +446,25 @@ def _check_matrices(
 ) -> None:
     hidden, experts = x.shape[1], plan.num_experts
     dtypes = _checks.SUM_DTYPES if paddle.amp.is_autocast_enabled() else (x.dtype,)
-    shape = [experts, "2 * n", hidden] if transpose else [experts, hidden, "2 * n"]
+    if isinstance(gate_up, QuantizedMatrices) or isinstance(down, QuantizedMatrices):
+        columns = quantized_pair(_NAME, gate_up, down, experts, hidden, transpose)
+    else:
+        columns = _check_pair(gate_up, down, experts, hidden, transpose, dtypes)
+    for (name, bias), width in zip(biases.items(), (columns, hidden), strict=True):
+        if bias is not None:
+            matrices(_NAME, name, bias, dtypes, [experts, width])
+
+
+def _check_pair(
+    gate_up: Matrices, down: Matrices, experts: int, hidden: int, transpose: bool, dtypes: Sequence[Any]
+) -> int:
+    """Check both matrices; the columns of the first, -1 if a graph does not know them."""
+    shape: list[int | str] = [experts, "2 * n", hidden] if transpose else [experts, hidden, "2 * n"]
     matrices(_NAME, "gate_up", gate_up, dtypes, shape)
     first_name, first = next(iter(named("gate_up", gate_up).items()))
     columns = first.shape[-2 if transpose else -1]
     if (columns % 2 and columns > 0) or columns == 0:
-        _checks.bad_value(_NAME, first_name, "of 2 * n columns, n of the gate and n that it gates, n >= 1", columns)
+        _checks.bad_value(_NAME, first_name, EVEN_COLUMNS, columns)
     inner = columns // 2 if columns > 0 else "n"
     matrices(_NAME, "down", down, dtypes, [experts, hidden, inner] if transpose else [experts, inner, hidden])
-    for (name, bias), width in zip(biases.items(), (columns, hidden), strict=True):
-        if bias is not None:
-            matrices(_NAME, name, bias, dtypes, [experts, width])
+    return columns

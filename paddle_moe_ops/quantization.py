@@ -21,18 +21,22 @@ a multiple of 4 by zeros, as grouped GEMMs load them by TMA: float32 [S, ceil4(r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle
-from paddle import Tensor
+import paddle.nn.functional as F
+from paddle import Tensor, nn
 
 from . import _checks
 from ._graphs import is_graph_value, public
+from ._matrices import EVEN_COLUMNS, Matrices, listed, matrices, named
 from .backends import connect_experts, resolve
+from .backends.layers import quantized_matrices
+from .backends.quantized import FLOAT8_FORMAT, FORMATS, QuantizedMatrices
 from .routing import Plan, as_plan, tokens_of
 
-__all__ = ["dequantize_1x128", "quantize_1x128", "quantized_experts"]
+__all__ = ["QuantizedMatrices", "dequantize_1x128", "quantize_1x128", "quantize_experts", "quantized_experts"]
 
 
 @public()
@@ -97,6 +101,60 @@ def dequantize_1x128(
     dtype = _checks.dtype_of_result(name, "dtype", dtype, _checks.SUM_DTYPES)
     _checks.same_place(name, codes=codes, scales=scales)
     return resolve(name, codes).dequantize_1x128(codes, scales, scale_layout, dtype)
+
+
+@public()
+def quantize_experts(
+    gate_up: Tensor | Sequence[Tensor] | nn.ParameterList,
+    down: Tensor | Sequence[Tensor] | nn.ParameterList,
+    *,
+    format: str,
+    transpose: bool = False,
+) -> tuple[QuantizedMatrices, QuantizedMatrices]:
+    """Quantise the matrices of a layer of experts, for `moe_mlp`.
+
+    ``"int8"`` and ``"int4"`` have one scale for each output of a matrix, ``"int4_1x128"`` one for each output and 128
+    inputs. A scale is the largest magnitude, NaN left out, divided by 127 or 7 and rounded to the dtype of the matrix.
+    A code is the element divided by the scale, rounded half away from zero. These are the numbers of
+    `paddle.nn.quant.weight_quantize` on a CPU. ``"fp8_128x128"`` has float8_e4m3fn codes and one scale for each 128 x
+    128 elements, with which a layer has the bits of ``compute="fp8_1x128"``.
+
+    Not differentiable. Deterministic: the same bits on every device. Integer codes are computed expert by expert, with
+    float32 values of one matrix at a time. No host synchronisation.
+
+        matrices = quantize_experts(gate_up, down, format="int8")
+        out = moe_mlp(x, plan, probs, *matrices)
+
+    Args:
+        gate_up: [E, d, 2 * n] bfloat16, float16 or float32, or a list of E matrices, as in `moe_mlp`.
+        down: [E, n, d], dtype of ``gate_up``, or a list of E matrices.
+        format: "int8", "int4", "int4_1x128" or "fp8_128x128", see `QuantizedMatrices`.
+        transpose: whether the matrices are stored transposed, [E, 2 * n, d] and [E, d, n]; codes then are, too.
+
+    Returns:
+        the codes and scales of both.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype; a value of a static graph.
+        ValueError: an argument of the wrong value or shape.
+        RuntimeError: "fp8_128x128" where the compiled library has no operators.
+    """
+    name = "quantize_experts"
+    _checks.choice(name, "format", format, FORMATS)
+    _checks.flag(name, "transpose", transpose)
+    gate_up, down = listed(gate_up), listed(down)
+    for argument, given in (("gate_up", gate_up), ("down", down)):
+        if is_graph_value(given):
+            _checks.bad_type(name, argument, "a tensor of dygraph", "a value of a static graph")
+    matrices(name, "gate_up", gate_up, _checks.SUM_DTYPES, ["E", "rows", "columns"])
+    first = next(iter(named("gate_up", gate_up).values()))
+    hidden, columns = first.shape[-2:][::-1] if transpose else first.shape[-2:]
+    if columns % 2 or columns == 0:
+        _checks.bad_value(name, "gate_up", EVEN_COLUMNS, columns)
+    shape = [len(gate_up), *((hidden, columns // 2) if transpose else (columns // 2, hidden))]
+    matrices(name, "down", down, (first.dtype,), shape)
+    with paddle.no_grad():
+        return _quantized(gate_up, format, transpose), _quantized(down, format, transpose)
 
 
 @public("x", "tensors")
@@ -173,6 +231,54 @@ def quantized_experts(
         return _check_gradients(expert_vjp(d_out, codes, scales, *tensors), shape, dtype, tensors)
 
     return connect_experts(resolve(name, x), x, tensors, plan, spec, checked_fn, checked_vjp)
+
+
+def _quantized(given: Matrices, format: str, transpose: bool) -> QuantizedMatrices:
+    """The codes of all matrices."""
+    if format == FLOAT8_FORMAT:
+        pairs = (
+            [quantized_matrices(given)]
+            if isinstance(given, Tensor)
+            else [quantized_matrices(each[None]) for each in given]
+        )
+        codes = paddle.concat([codes.view("uint8") for codes, _ in pairs]).view(paddle.float8_e4m3fn)
+        return QuantizedMatrices(codes, paddle.concat([scales for _, scales in pairs]), format, transpose)
+    made = [_integer_codes(each.t() if transpose else each, format) for each in given]
+    if transpose:
+        made = [(codes.t(), scales.t() if scales.ndim == 2 else scales) for codes, scales in made]
+    codes, scales = zip(*made, strict=True)
+    return QuantizedMatrices(paddle.stack(codes), paddle.stack(scales), format, transpose)
+
+
+def _integer_codes(matrix: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """Codes [D, N], or [ceil(D / 2), N] for int4, and scales [N] or [ceil(D / 128), N] of a matrix [D, N]."""
+    inputs, outputs = matrix.shape
+    limit = 127.0 if format == "int8" else 7.0
+    group = 128 if format == "int4_1x128" else max(inputs, 1)
+    num_groups = -(-inputs // group) if format == "int4_1x128" else 1
+    values = F.pad(matrix.astype("float32"), [0, num_groups * group - inputs, 0, 0])
+    values = values.reshape([num_groups, group, outputs])
+    magnitudes = paddle.where(values.isnan(), paddle.zeros_like(values), values.abs())
+    amax = magnitudes.max(axis=1, keepdim=True).clip(max=paddle.finfo(matrix.dtype).max)
+    # A tensor as divisor: Paddle multiplies by the reciprocal of a number.
+    scales = paddle.divide(amax, paddle.full([], limit)).astype(matrix.dtype).astype("float32")
+    quotients = paddle.divide(values, scales).clip(-limit, limit)
+    whole = quotients.trunc()
+    rounded = whole + quotients.sign() * ((quotients - whole).abs() >= 0.5).astype("float32")
+    is_number = paddle.logical_and(rounded.isfinite(), scales > 0)
+    codes = paddle.where(is_number, rounded, paddle.zeros_like(rounded)).astype("int32")
+    codes = codes.reshape([num_groups * group, outputs])[:inputs]
+    scales = scales.reshape([num_groups, outputs])
+    if format != "int4_1x128":
+        scales = scales[0]
+    return (codes if format == "int8" else _packed(codes)).astype("int8"), scales
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """Two neighbouring int4 codes of axis 0 in a byte, the first in the low half, as a signed number."""
+    even = F.pad(codes, [0, codes.shape[0] % 2, 0, 0])
+    low, high = even[0::2], even[1::2]
+    return high * 16 + low + 16 * (low < 0).astype("int32")
 
 
 def _scales_shape(codes: Tensor, ue8m0: bool, scale_layout: str) -> list[int]:

@@ -194,6 +194,40 @@ def moe_mlp(
     return out
 
 
+def moe_mlp_quantized(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    weights: Tensor,
+    plan: Any,
+    *,
+    transpose: bool,
+    keeps_hidden: bool,
+    workspace: int,
+    in_place: bool,
+    by_slot: bool,
+    matrix_format: int,
+) -> Tensor:
+    """`moe_mlp` with matrices that are codes, of a pmo_matrix_format; differentiable once, in x and the weights."""
+    wanted = not x.stop_gradient, not weights.stop_gradient
+    keeps = keeps_hidden and any(wanted) and paddle.is_grad_enabled()
+    operands = x, gate_up, gate_up_scales, down, down_scales, weights
+    maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets, plan.slot_to_row
+    attributes = transpose, keeps, *wanted, in_place, workspace, by_slot, matrix_format
+    out, hidden = _run("moe_mlp_quantized", *operands, *maps, *attributes)
+    _stop_gradients(hidden)
+    return out
+
+
+def dequantize_matrices(
+    codes: Tensor, scales: Tensor, inner: int, outer: int, transpose: bool, matrix_format: int, dtype: Any
+) -> Tensor:
+    """The values of matrices that are codes, rounded to ``dtype``."""
+    return _run("dequantize_matrices", codes, scales, inner, outer, transpose, matrix_format, dtype.value)[0]
+
+
 def _declines(*_: Any) -> Any:
     return None
 

@@ -41,8 +41,8 @@ class Float8Matrices:
     """A cache of a layer's matrices in float8: `moe_mlp` calls with the same matrices quantise them once.
 
     The first call with an empty cache quantises both matrices and stores them in the forms that its passes read. They
-    occupy 2 bytes per element, 1 if no gradient is required, or 4 if they are multiplied in float32. If a later call
-    requires a gradient, it transposes the codes of the forward pass. Later calls and their backward passes read the
+    occupy 2 bytes per element, or 1 if no gradient is required or Paddle's matmul multiplies. If a later call requires
+    a gradient, it transposes the codes of the forward pass. Later calls and their backward passes read the
     cache, even if the matrices have changed. So call `clear` after each step of the optimizer, and after any other
     change of the matrices::
 

@@ -13,22 +13,31 @@ from typing import Any, NamedTuple
 import paddle
 from paddle import Tensor
 
-from .._graphs import GraphValue, dense, float32, to_dtype, without_autocast
+from .._graphs import GraphValue, constant, dense, float32, to_dtype, without_autocast
 from .._native import native
 from . import compiled
 from .accumulation import put
 from .base import Matrices, MlpSpec, Tensors, Validation
 from .experts import connected_mlp
 from .groups import check_plan_groups
+from .quantized import FORMATS, QuantizedMatrices
 from .stacking import stack_or_view
 
-__all__ = ["LayerOperators", "has_layer_kernels", "layer_operators"]
+__all__ = [
+    "LayerOperators",
+    "dequantized",
+    "has_layer_kernels",
+    "layer_operators",
+    "quantized_layer",
+    "quantized_matrices",
+]
 
 _NAME = "moe_mlp"
 _OPERATOR = f"the operator {_NAME} of the compiled library"
 _RECOMPUTES, _KEEPS, _KEEPS_CODES = range(3)  # pmo_layer_hidden
 _SWAP_AB_ROWS = 160  # PMO_GROUPED_TURNED_ROWS
 _FORMS = 4  # codes and scales of two matrices for one pass
+_EXPONENT_BIT = 1 << 23  # of float32
 
 
 def has_layer_kernels(x: Tensor, down: Matrices, spec: MlpSpec) -> bool:
@@ -114,8 +123,8 @@ class LayerKernels:
     """The passes of a layer in dygraph, of `base.Kernels`.
 
     Args:
-        has_kernels: whether the library has kernels for the layers. Otherwise GEMMs are Paddle's matmul; they multiply
-            fake-quantised values, which are the same matrices for both passes.
+        has_kernels: whether the library has kernels for the layers. Otherwise GEMMs are Paddle's matmul, and both
+            passes dequantise the same codes.
     """
 
     def __init__(self, has_kernels: bool) -> None:
@@ -123,9 +132,9 @@ class LayerKernels:
         self.overwrites_hidden = has_kernels
 
     def quantize_experts(self, gate_up: Tensor, down: Tensor, transpose: bool, both: bool) -> Tensors:
-        """Codes and scales of both matrices for the forward pass, then the backward pass; or fake-quantised values."""
+        """Codes and scales of both matrices for the forward pass, then the backward pass, which may share them."""
         if not self.overwrites_hidden:
-            return tuple(compiled.direct("near_blocks", each)[0] for each in (gate_up, down))
+            return tuple(part for each in (gate_up, down) for part in quantized_matrices(each))
         forward: list[Tensor] = []
         backward: list[Tensor] = []
         for each in (gate_up, down):
@@ -185,9 +194,9 @@ class LayerKernels:
         given = spec.quantized
         if given is None:
             return ((None, None),) * 4
-        if not self.overwrites_hidden:
-            return tuple((each, None) for each in (*given, *given))
         pairs = [(given[place], given[place + 1]) for place in range(0, len(given), 2)]
+        if not self.overwrites_hidden:
+            return (*pairs, *pairs)
         return (*pairs, *[(None, None)] * (4 - len(pairs)))
 
     def _options(self, weights: Tensor | None, spec: MlpSpec) -> tuple[bool, bool, int, bool]:
@@ -196,6 +205,11 @@ class LayerKernels:
 
 
 _on_kernels, _by_matmul = LayerKernels(True), LayerKernels(False)
+
+
+def quantized_matrices(matrices: Tensor) -> tuple[Tensor, ...]:
+    """Float8 codes of matrices [E, A, B], and a scale for each 128 x 128 elements."""
+    return compiled.direct("quantize_matrices", matrices, True, False)[:2]
 
 
 def _operands(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec) -> tuple[Tensor, ...]:
@@ -259,3 +273,56 @@ class LayerOperators:
 
 
 layer_operators = LayerOperators()
+
+
+def dequantized(matrices: QuantizedMatrices, num_inputs: int, dtype: Any) -> Tensor:
+    """The values of matrices of D = ``num_inputs``, RN(code * scale) rounded to ``dtype``: [E, D, N], or transposed."""
+    how = matrices.transpose, FORMATS.index(matrices.format), dtype
+    return compiled.dequantize_matrices(*_constants(matrices), num_inputs, matrices.num_outputs, *how)
+
+
+def _constants(matrices: QuantizedMatrices) -> tuple[Tensor, Tensor]:
+    """Codes, and scales in float32."""
+    codes, scales = constant(matrices.codes), constant(matrices.scales)
+    if scales.dtype == paddle.uint8:
+        scales = (scales.astype("int32") * _EXPONENT_BIT).view("float32")
+    return codes, scales
+
+
+class QuantizedLayer:
+    """The layer of SwiGLU experts whose matrices are codes, by one operator of the compiled library.
+
+    It has the part of a `Backend` that `moe_mlp` calls.
+    """
+
+    name = "compiled"
+
+    def cannot_run_on(self, x: Tensor) -> str | None:
+        """Return the reason why no layer of quantised matrices runs on the device of a tensor, or None if one does."""
+        return None if compiled.has_operators(x) else "the compiled library has no operators there"
+
+    def moe_mlp(
+        self, x: Tensor, gate_up: QuantizedMatrices, down: QuantizedMatrices, weights: Tensor | None, spec: MlpSpec
+    ) -> Tensor:
+        in_graph = isinstance(x, GraphValue)
+        if spec.validation != Validation.OFF and not in_graph:
+            check_plan_groups(spec.plan)
+        with without_autocast():
+            return compiled.moe_mlp_quantized(
+                x,
+                *(*_constants(gate_up), *_constants(down)),
+                _ones(spec.plan) if weights is None else weights,
+                spec.plan,
+                transpose=gate_up.transpose,
+                keeps_hidden=spec.keeps_hidden,
+                workspace=spec.workspace,
+                in_place=not in_graph,
+                by_slot=weights is not None and spec.weights_by_slot,
+                matrix_format=FORMATS.index(gate_up.format),
+            )
+
+    def explain_moe_mlp(self, *_: Any) -> list[str]:
+        return ["runs as: the operator moe_mlp_quantized of the compiled library"]
+
+
+quantized_layer = QuantizedLayer()

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The experts: gated MLPs, one for every token or one for each segment of rows."""
+"""The experts: gated MLPs, each for a segment of rows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from paddle import Tensor, nn
 from paddle.jit import not_to_static
 
 from .. import _checks
-from .._activations import ACTIVATIONS, FUNCTIONS, activate, swiglu
-from .._graphs import GraphValue, in_float32, is_graph_value, of_shape, public, ready_for_matmul
+from .._activations import ACTIVATIONS, FUNCTIONS, activate
+from .._graphs import GraphValue, is_graph_value, of_shape, public
 from .._quick import quick_moe_mlp
 from ..backends import Float8Matrices, GemmSpec, accumulated, resolve
 from ..backends.experts import holds_others, is_default
@@ -29,49 +29,13 @@ from ..mlp import (
     check_memory_options,
     outputs_of,
     prepared_layer,
+    prepared_quantized_layer,
 )
 from ..routing import Plan, as_plan, check_weights, row_probs, tokens_of
 from ._common import Size, described, initial, sizes, weight
+from .quantized import codes_of, matrices_of, refuse_sharded_state, replace_matrices, values_of
 
 _NAME = "SwiGLUExperts"
-
-
-class SwiGLU(nn.Layer):
-    """Gated MLP ``(silu(x W_gate) * x W_up) W_down`` without biases; as a shared expert it sees every token.
-
-    Deterministic as far as Paddle's matmul is. No host synchronisation.
-
-    Args:
-        hidden_size: H.
-        intermediate_size: I.
-
-    Raises:
-        TypeError: a size is not an int.
-        ValueError: a size below 1.
-    """
-
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
-        super().__init__()
-        self.hidden_size, self.intermediate_size = sizes(
-            "SwiGLU", hidden_size=hidden_size, intermediate_size=intermediate_size
-        )
-        self.gate_up = weight(self, [self.hidden_size, 2 * self.intermediate_size], fan_in=self.hidden_size)
-        self.down = weight(self, [self.intermediate_size, self.hidden_size], fan_in=self.intermediate_size)
-
-    @not_to_static
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the MLP to x [..., H]; the result has the same shape and dtype. Differentiable in x and the weights.
-
-        Raises:
-            TypeError: x is not a tensor of the weights' dtype.
-            ValueError: the last dimension of x is not H.
-        """
-        return _swiglu_mlp(x, self.gate_up, self.down, self.hidden_size, self.intermediate_size)
-
-    def extra_repr(self) -> str:
-        """Return what ``print(layer)`` says of it."""
-        sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
-        return described(self.gate_up, **sizes)
 
 
 class SwiGLUExperts(nn.Layer):
@@ -96,6 +60,7 @@ class SwiGLUExperts(nn.Layer):
         down_bias: [E, H], or None.
         float8_matrices: with ``compute``, the matrices that ``is_first_microbatch`` keeps; ``float8_matrices.clear()``
             frees them.
+        matrix_format: None, or the format of the codes that `quantize` put in place of both weights.
 
     Raises:
         TypeError: a size is not an int, or a flag is not a bool.
@@ -123,6 +88,7 @@ class SwiGLUExperts(nn.Layer):
         check_compute(_NAME, compute, activation, bias)
         self.compute = compute
         self.float8_matrices = None if compute is None else Float8Matrices()
+        self.matrix_format: str | None = None
         self._name_in_errors = _NAME  # the layer that the user called
         self.memory_options: dict[str, Any] = {
             "keep": keep,
@@ -165,7 +131,40 @@ class SwiGLUExperts(nn.Layer):
         Raises:
             ValueError: the experts were marked without a group in a program of several ranks.
         """
+        refuse_sharded_state(self)
         return sharded_state_of_experts(self, structured_name_prefix)
+
+    def quantize(self, format: str) -> SwiGLUExperts:
+        """Replace the weights by codes and scales, in place, to serve them.
+
+        The weights become None, and the layer has the buffers ``gate_up_codes``, ``gate_up_scales``, ``down_codes`` and
+        ``down_scales``, which `state_dict` and saved programs contain. To load such a state, quantise a new layer
+        first. ``compute``, ``accumulate`` and ``is_first_microbatch`` no longer have an effect; gradients of rows and
+        biases stay. Codes of a float8 checkpoint can be set by ``set_state_dict`` as well, as int8 bytes.
+
+        Args:
+            format: a format of `QuantizedMatrices`; "fp8_128x128" without biases and with SwiGLU only.
+
+        Returns:
+            this layer.
+
+        Raises:
+            ValueError: an unknown or unsupported format, or a layer that was quantised before.
+
+        Example:
+            >>> from paddle_moe_ops.nn import SwiGLUExperts
+            >>> SwiGLUExperts(4, 64, 32).quantize("int8").gate_up_codes.shape
+            [4, 64, 64]
+        """
+        replace_matrices(self, self._name_in_errors, format)
+        self.compute = self.float8_matrices = None
+        self.memory_options |= {"accumulate": False, "keep": "x" if self.memory_options["keep"] == "x" else "h"}
+        return self
+
+    @property
+    def stored(self) -> Tensor:
+        """A tensor with the experts' matrices or codes, for checks of dtypes and devices."""
+        return self.gate_up if self.matrix_format is None else self.gate_up_codes
 
     def draw_those_of(self, rank: int, num_ranks: int) -> None:
         """Draw the weights of every rank's experts and keep those of one, for ranks that started with one seed.
@@ -188,8 +187,9 @@ class SwiGLUExperts(nn.Layer):
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
         options = {"activation": self.activation, "bias": self.gate_up_bias is not None}
         options |= {} if self.compute is None else {"compute": self.compute}
+        options |= {} if self.matrix_format is None else {"matrix_format": self.matrix_format}
         options |= {} if self.memory_options["keep"] == "h" else {"keep": self.memory_options["keep"]}
-        return described(self.gate_up, num_experts=self.num_experts, **sizes, **options)
+        return described(self.stored, num_experts=self.num_experts, **sizes, **options)
 
     @not_to_static
     def forward(
@@ -248,10 +248,17 @@ class SwiGLUExperts(nn.Layer):
             _checks.bad_value(_NAME, "padding_alignment", "1 with a plan", padding_alignment)
         sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
         if combine:
+            options = self.memory_options
+            if self.matrix_format is not None:
+                biases = self.gate_up_bias, self.down_bias
+                how = self._name_in_errors, options["keep"], options["workspace_mb"]
+                return _combined_codes(
+                    rows, codes_of(self), self.matrix_format, *biases, sizes_of, self.activation, plan, probs, *how
+                )
             experts = _Parameters(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
             # Built without `|=` on a dictionary, at which tracing by bytecode stops.
             rest = self.compute, self.float8_matrices, is_first_microbatch, self._name_in_errors, self.training
-            return _combined(rows, experts, sizes_of, self.activation, plan, probs, *rest, **self.memory_options)
+            return _combined(rows, experts, sizes_of, self.activation, plan, probs, *rest, **options)
         if plan is not None:
             return _by_plan(rows, self._parameters_of_rows(rows), sizes_of, self.activation, plan, probs, "rows")
         return _by_counts(
@@ -284,7 +291,8 @@ class SwiGLUExperts(nn.Layer):
         """The parameters for calls that `moe_mlp` does not run."""
         if self.compute is not None:
             _checks.bad_value(_NAME, "combine", f"True with compute={self.compute!r}", False)
-        given = _Parameters(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        gate_up, down = (self.gate_up, self.down) if self.matrix_format is None else values_of(self, rows.dtype)
+        given = _Parameters(gate_up, down, self.gate_up_bias, self.down_bias)
         if not _accumulates(_NAME, rows, self.training, accumulate=self.memory_options["accumulate"]):
             return given
         _check_destinations(_NAME, given)
@@ -292,10 +300,10 @@ class SwiGLUExperts(nn.Layer):
 
 
 class _Parameters(NamedTuple):
-    """The experts' parameters."""
+    """The experts' parameters, or the codes of their matrices."""
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Any
+    down: Any
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
 
@@ -310,18 +318,6 @@ def _accumulates(name: str, rows: Tensor, training: bool, *, accumulate: bool) -
     if accumulate and training and in_graph:
         _checks.bad_value(name, "accumulate", f"False, or the layer in eval() mode, {IN_GRAPH}", True)
     return accumulate and not in_graph
-
-
-@public("x", "gate_up", "down")
-def _swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor, hidden: int, intermediate: int) -> Tensor:
-    gate_up, down = of_shape(gate_up, [hidden, 2 * intermediate]), of_shape(down, [intermediate, hidden])
-    rank = max(getattr(x, "ndim", 1), 1)
-    _checks.operand("SwiGLU", "x", x, gate_up, [*["size"] * (rank - 1), hidden], f"[..., {hidden}]")
-    return in_float32(_multiply_twice, x, gate_up, down)
-
-
-def _multiply_twice(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    return paddle.matmul(swiglu(paddle.matmul(ready_for_matmul(x, gate_up), gate_up)), down)
 
 
 @public("rows", "experts")
@@ -358,7 +354,7 @@ def _by_plan(
 ) -> Tensor:
     """Each expert on its tokens; the sizes are E, H and I, ``argument`` is the caller's name of x."""
     gate_up, down, first_bias, second_bias = _of_shapes(experts, *sizes_of)
-    plan = _plan_of_tokens(_NAME, argument, x, plan, gate_up)
+    plan = _plan_of_tokens(_NAME, argument, x, plan, gate_up, *sizes_of[:2])
     weights = probs
     if probs is not None and check_weights(_NAME, "probs", probs, plan):
         weights = row_probs(probs, plan)
@@ -396,13 +392,37 @@ def _combined(
         out = quick_moe_mlp(x, plan, probs, gate_up, down, **options)
         if out is not None:
             return out
-    plan = _plan_of_tokens(name, "rows", x, plan, gate_up)
+    plan = _plan_of_tokens(name, "rows", x, plan, gate_up, *sizes_of[:2])
     by_slot = probs is not None and check_weights(name, "probs", probs, plan)
     _checks.same_place(name, rows=x, gate_up=gate_up, plan=plan.row_to_token, probs=probs)
     matrices = _matrices_of_call(name, kept, x, gate_up, down, is_first_microbatch)
     layer = LayerOptions(activation, False, keep, workspace_mb, accumulate, compute)
     operands = x, gate_up, down, probs, gate_up_bias, down_bias
     return outputs_of(prepared_layer(plan, operands, by_slot, layer, matrices))
+
+
+@public("x", "gate_up_bias", "down_bias", "probs")
+def _combined_codes(
+    x: Tensor,
+    codes: tuple[Tensor, ...],
+    matrix_format: str,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    sizes_of: tuple[int, int, int],
+    activation: str,
+    plan: Plan | None,
+    probs: Tensor | None,
+    name: str,
+    keep: str,
+    workspace_mb: int,
+) -> Tensor:
+    """`_combined` with `quantized.codes_of` a layer; tracing by bytecode passes tensors alone through."""
+    plan = _plan_of_tokens(name, "rows", x, plan, codes[0], *sizes_of[:2])
+    by_slot = probs is not None and check_weights(name, "probs", probs, plan)
+    _checks.same_place(name, rows=x, gate_up_codes=codes[0], plan=plan.row_to_token, probs=probs)
+    layer = LayerOptions(activation, True, keep, workspace_mb, False, None)
+    operands = x, *matrices_of(codes, matrix_format), probs, gate_up_bias, down_bias
+    return outputs_of(prepared_quantized_layer(plan, operands, by_slot, layer))
 
 
 def _matrices_of_call(
@@ -428,10 +448,11 @@ def _matrices_of_call(
     return kept
 
 
-def _plan_of_tokens(function: str, argument: str, x: Tensor, plan: Plan | None, gate_up: Tensor) -> Plan:
+def _plan_of_tokens(
+    function: str, argument: str, x: Tensor, plan: Plan | None, matrices: Tensor, num_experts: int, hidden: int
+) -> Plan:
     """Check tokens [T, H] and their plan."""
-    num_experts, hidden, _ = gate_up.shape
-    _checks.operand(function, argument, x, gate_up, ["T", hidden])
+    _checks.operand(function, argument, x, matrices, ["T", hidden])
     plan = as_plan(function, plan)
     if plan.num_experts != num_experts:
         _checks.bad_value(function, "plan", f"one of {num_experts} experts", f"one of {plan.num_experts}")

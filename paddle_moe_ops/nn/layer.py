@@ -26,9 +26,10 @@ from ..expert_parallel.parameters import mark_expert_parameters, start_as_one
 from ..expert_parallel.rendezvous import DEFAULT_TIMEOUT_S
 from ..routing import Plan, planned
 from ._common import misnamed, warn_user
-from .experts import SwiGLU, SwiGLUExperts
+from .experts import SwiGLUExperts
 from .losses import loss_of_load, normalised, router_z_loss
 from .router import TopKRouter, capacity_of
+from .shared import SwiGLU
 
 _NAME = "MoELayer"
 
@@ -300,9 +301,33 @@ class MoELayer(nn.Layer):
         if self.parallel is not None:
             self.parallel.close()
 
+    def quantize_experts(self, format: str) -> MoELayer:
+        """Replace the experts' weights by codes and scales, in place, to serve them; see `SwiGLUExperts.quantize`.
+
+        The router and the shared experts stay as they are.
+
+        Args:
+            format: a format of `QuantizedMatrices`.
+
+        Returns:
+            this layer.
+
+        Raises:
+            ValueError: as `SwiGLUExperts.quantize`.
+
+        Example:
+            >>> import paddle
+            >>> from paddle_moe_ops.nn import MoELayer
+            >>> layer = MoELayer(64, 32, num_experts=8, topk=2).quantize_experts("int4")
+            >>> layer(paddle.randn([3, 64])).shape
+            [3, 64]
+        """
+        self.experts.quantize(format)
+        return self
+
     def _routed(self, x: Tensor, mask: Tensor | None) -> tuple[Any, ...]:
         """The tokens [T, H], their mask [T], and the router's output."""
-        tokens = _tokens(x, self.experts.gate_up, self.hidden_size)
+        tokens = _tokens(x, self.experts.stored, self.hidden_size)
         kept = None if mask is None else _mask(mask, x)
         return tokens, kept, *self.router(tokens, kept)
 

@@ -15,6 +15,7 @@ from .chunks import chunk_sort_map, sort_chunks, sort_chunks_backward
 from .float8_mlp import FLOAT8_AMAX_MIN, moe_mlp_float8, moe_mlp_float8_backward
 from .gemm import grouped_gemm, grouped_gemm_backward
 from .indexed import get_routing_indices, permute_indexed, permute_indexed_backward, unpermute_indexed
+from .matrices import MATRIX_FORMATS, dequantize_matrices, pack_int4, quantize_matrices, unpack_int4
 from .mlp import MlpGradients, moe_mlp, moe_mlp_backward
 from .paddle_api import (
     moe_permute,
@@ -46,6 +47,7 @@ from .topk import calculate_topk, calculate_topk_backward, select_experts
 __all__ = [
     "ACTIVATIONS",
     "FLOAT8_AMAX_MIN",
+    "MATRIX_FORMATS",
     "MlpGradients",
     "Plan",
     "RowMaps",
@@ -57,6 +59,7 @@ __all__ = [
     "chunk_sort_map",
     "dequantize_1x128",
     "dequantize_128x128",
+    "dequantize_matrices",
     "fma32",
     "get_routing_indices",
     "grouped_gemm",
@@ -70,6 +73,7 @@ __all__ = [
     "moe_permute_backward",
     "moe_unpermute",
     "moe_unpermute_backward",
+    "pack_int4",
     "permute",
     "permute_backward",
     "permute_indexed",
@@ -78,6 +82,7 @@ __all__ = [
     "plan_to_rowmap",
     "quantize_1x128",
     "quantize_128x128",
+    "quantize_matrices",
     "read_rowmap",
     "round_to",
     "route",
@@ -92,6 +97,7 @@ __all__ = [
     "sum_rows",
     "swiglu",
     "to_float32",
+    "unpack_int4",
     "unpermute",
     "unpermute_backward",
     "unpermute_indexed",

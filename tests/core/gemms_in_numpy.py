@@ -28,9 +28,9 @@ from .operators.grouped_gemm import (
     Gathered,
     OuterParams,
     ProductParams,
-    QuantizeBlocksParams,
     Result,
 )
+from .operators.matrices import QuantizeBlocksParams
 from .structs import DTYPES, Params, Status
 
 __all__ = ["FUNCTION", "ORACLES", "callbacks"]

@@ -23,6 +23,7 @@ from .layer import Choices, Hidden, Kernels
 from .operators import NAMES, OPERATORS
 from .operators.base import TOO_MANY, TOO_MANY_EXPERTS, TOO_WIDE
 from .operators.grouped_gemm import Accumulation, Gathered, Result
+from .operators.matrices import MatrixFormat
 from .operators.slots import SlotsParams
 from .structs import DTYPES, Findings, Params, Size, Status
 
@@ -83,10 +84,10 @@ LIMITS = [
     ("topk", {"num_tokens": 0, "num_experts": TOO_MANY_EXPERTS - 1, "num_groups": 1, "topk_groups": 1}),
     ("permute", {**EMPTY, "hidden": TOO_WIDE - 1}),
     ("permute", {**EMPTY, "topk": TOO_MANY - 1}),
-    ("near_blocks", {"num_matrices": 0, "num_rows": 2**30 - 1, "num_columns": 2**30 - 1}),
-    ("near_blocks", {"num_matrices": TOO_MANY_EXPERTS - 1, "num_rows": 0}),
+    ("quantize_blocks", {"num_matrices": 0, "num_rows": 2**30 - 1, "num_columns": 2**30 - 1}),
+    ("dequantize_matrices", {"num_matrices": TOO_MANY_EXPERTS - 1, "inner": 0}),
     ("grouped_clear", {"num_rows": 0, "row_size": 2**30}),
-    *((made, {"amax_min": value}) for made in ("quantize", "near_blocks") for value in (2.0**-100, FLT_MAX)),
+    *((made, {"amax_min": value}) for made in ("quantize", "quantize_blocks") for value in (2.0**-100, FLT_MAX)),
 ]
 
 
@@ -248,6 +249,7 @@ def test_enumerations_mirror_the_headers() -> None:
         ("GROUPED_GATHERS_", Gathered),
         ("GROUPED_", Accumulation),
         ("LAYER_", Hidden),
+        ("MATRIX_", MatrixFormat),
     ]
     for prefix, members in mirrored:
         for name, member in members.__members__.items():

@@ -6,15 +6,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from paddle_moe_ops.reference import quantize_1x128, quantize_128x128
 from paddle_moe_ops.testing.tolerances import FLOAT8_ERROR
 
-from ..reference.cases import floats_of_every_kind
 from .binding import Core
 from .gemms_in_numpy import FLOAT8
 from .grouped_cases import (
@@ -34,10 +32,8 @@ from .operators.grouped_gemm import (
     PING_PONG,
     ExpertRows,
     Float8Params,
-    QuantizeBlocksParams,
     Result,
     float8_params,
-    quantize_blocks_params,
     schedule,
 )
 
@@ -221,32 +217,3 @@ def test_random_numbers_are_near_the_oracle(core: Core, rng: np.random.Generator
     launch = schedule(tables_of(core, gemm.rows, PING_PONG))
     options = {"writes_codes": result != Result.PLAIN}
     assert_near_oracle(core, "grouped_float8", lambda output: gemm.make(output, launch, **options), FLOAT8_ERROR)
-
-
-FORMS = {"as is": (True, False), "transposed": (False, True), "both": (True, True)}
-
-
-@pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda d: np.dtype(d).name)
-@pytest.mark.parametrize(
-    "shape",
-    [(2, 128, 256), (3, 130, 272), (1, 1, 1), (2, 7, 300), (40, 129, 16), (0, 8, 8), (2, 0, 8), (2, 8, 0)],
-    ids=str,
-)
-def test_blocks_have_the_codes_and_scales_of_the_rule(
-    core: Core, rng: np.random.Generator, shape: tuple[int, int, int], dtype: DTypeLike, forms: tuple[bool, bool]
-) -> None:
-    """Numbers of every kind: subnormals, infinities and NaN among them."""
-    x = floats_of_every_kind(shape, dtype, int(rng.integers(2**32)))
-    sides = shape[1:]
-
-    def make(output: MakeOutput) -> QuantizeBlocksParams:
-        results = {}
-        for wanted, prefix, (height, width) in zip(forms, ("", "turned_"), (sides, sides[::-1]), strict=True):
-            if wanted:
-                results[f"{prefix}codes"] = output((shape[0], height, width), FLOAT8)
-                blocks = -(-height // GROUP), -(-width // GROUP)
-                results[f"{prefix}scales"] = output((shape[0], *blocks), np.float32)
-        return quantize_blocks_params(x, **results)
-
-    assert_like_oracle(core, "quantize_blocks", make)

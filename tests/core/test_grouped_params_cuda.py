@@ -16,7 +16,6 @@ from .operators.grouped_gemm import (
     Float8Params,
     OuterParams,
     ProductParams,
-    QuantizeBlocksParams,
     Result,
 )
 from .structs import Float, Int, Params, Size
@@ -33,10 +32,6 @@ OUTER = (
     {"num_rows": 4, "num_experts": 1, "dtype": 2, "p_columns": HIGH, "q_columns": WIDE}
     | {"out_rows": HIGH, "out_columns": WIDE, "p_row_stride": HIGH, "q_row_stride": WIDE},
     ("p", "q", "first", "stop", "out", "counters"),
-)
-BLOCKS = (
-    {"num_matrices": 1, "num_rows": 8, "num_columns": 8, "dtype": 2, "amax_min": AMAX_MIN},
-    ("x", "codes", "scales", "turned_codes", "turned_scales"),
 )
 ADDRESS = 1 << 20
 
@@ -166,22 +161,3 @@ WITH_CODES = {
 )
 def test_bad_params_of_a_float8_gemm(core: Core, changes: dict[str, Any], message: str) -> None:
     assert message in refusal(core, "grouped_float8", Float8Params(), FLOAT8, changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"struct_size": 8}, "struct_size must be the size of pmo_quantize_blocks_params"),
-        ({"dtype": 3}, "dtype must be PMO_FLOAT32, PMO_FLOAT16 or PMO_BFLOAT16"),
-        ({"num_matrices": -1}, "num_matrices must be in"),
-        ({"num_rows": -1}, "num_rows must be in"),
-        ({"num_columns": 1 << 30}, "num_columns must be in"),
-        ({"amax_min": 0.0}, "amax_min must be in [2^-100, FLT_MAX]"),
-        ({"x": 0}, "x must be an array"),
-        ({"scales": 0}, "scales must be given with codes"),
-        ({"turned_scales": 0}, "turned_scales must be given with turned_codes"),
-    ],
-    ids=str,
-)
-def test_bad_params_of_block_quantisation(core: Core, changes: dict[str, Any], message: str) -> None:
-    assert message in refusal(core, "quantize_blocks", QuantizeBlocksParams(), BLOCKS, changes)

@@ -52,7 +52,7 @@ def problem(rng, place):
 def test_every_operator_can_be_called_directly(direct):
     only_directly = {name for name in direct if name.startswith("rank_")} | {"window", "host_words"}
     # test_float8_mlp.py; the others: test_rank_operators.py
-    only_directly |= {"near_blocks", "quantize_matrices", "layer_forward", "layer_backward"}
+    only_directly |= {"quantize_matrices", "layer_forward", "layer_backward"}
     assert sorted(f"pmo_{name}" for name in direct if name not in only_directly) == operator_names()
     assert len(only_directly) == 19
 

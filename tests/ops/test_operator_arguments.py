@@ -128,7 +128,7 @@ def test_matrices_that_have_no_values_in_float8_raise(matrices, message, place):
     """The operator is called directly alone, so it is none of `BAD_CALLS`."""
     register_operators()
     with pytest.raises(ValueError, match=r"\w") as caught:
-        compiled.direct("near_blocks", matrices(place))
+        compiled.direct("quantize_matrices", matrices(place), True, False)
     assert str(caught.value) == f"moe_mlp: {message}"
 
 

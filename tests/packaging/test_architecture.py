@@ -41,6 +41,7 @@ LAYERS = (
             "backends.gradients",
             "backends.groups",
             "backends.host_checks",
+            "backends.quantized",
             "backends.stacking",
             "backends.triton_arrays",
             "backends.triton_products",

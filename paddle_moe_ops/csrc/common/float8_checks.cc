@@ -14,18 +14,15 @@
 namespace pmo {
 namespace {
 
-// Checks stacked matrices that are read in blocks of 128 x 128 elements.
-template <typename Params>
-int check_blocks(const Params& p) {
-  const bool is_known = p.dtype == PMO_FLOAT32 || p.dtype == PMO_FLOAT16 || p.dtype == PMO_BFLOAT16;
-  PMO_REQUIRE(is_known, "dtype", "PMO_FLOAT32, PMO_FLOAT16 or PMO_BFLOAT16");
-  PMO_REQUIRE(p.num_matrices >= 0 && p.num_matrices <= kMaxExperts, "num_matrices", "in [0, 2^16]");
-  PMO_REQUIRE(is_size(p.num_rows, 1), "num_rows", "in [0, 2^30)");
-  PMO_REQUIRE(is_size(p.num_columns, 1), "num_columns", "in [0, 2^30)");
-  const int64_t tiles = divide_up(p.num_rows, int64_t{128}) * divide_up(p.num_columns, int64_t{128});
-  PMO_REQUIRE(p.num_matrices == 0 || tiles <= kMaxIndexOnDevice / p.num_matrices, "num_matrices",
-              "below 2^30 / blocks of a matrix");
-  PMO_REQUIRE(p.amax_min >= kAmaxMin && p.amax_min <= FLT_MAX, "amax_min", "in [2^-100, FLT_MAX]");
+// Checks the sizes of stacked matrices.
+int check_sizes(int32_t dtype, int64_t num_matrices, const char* first_name, int64_t first, const char* second_name,
+                int64_t second) {
+  PMO_REQUIRE(is_sum_dtype(dtype), "dtype", "PMO_FLOAT32, PMO_FLOAT16 or PMO_BFLOAT16");
+  PMO_REQUIRE(num_matrices >= 0 && num_matrices <= kMaxExperts, "num_matrices", "in [0, 2^16]");
+  PMO_REQUIRE(is_size(first, 1), first_name, "in [0, 2^30)");
+  PMO_REQUIRE(is_size(second, 1), second_name, "in [0, 2^30)");
+  const int64_t tiles = divide_up(first, int64_t{128}) * divide_up(second, int64_t{128});
+  PMO_REQUIRE(num_matrices == 0 || tiles <= kMaxIndexOnDevice / num_matrices, "num_matrices", "below 2^30 / blocks of a matrix");
   return PMO_OK;
 }
 
@@ -79,9 +76,12 @@ int check_grouped_float8(const pmo_grouped_float8_params& p) {
 
 int check_quantize_blocks(const pmo_quantize_blocks_params& p) {
   PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_quantize_blocks_params of this library");
-  if (const int status = check_blocks(p)) return status;
+  if (const int status = check_sizes(p.dtype, p.num_matrices, "num_rows", p.num_rows, "num_columns", p.num_columns))
+    return status;
+  PMO_REQUIRE(p.amax_min >= kAmaxMin && p.amax_min <= FLT_MAX, "amax_min", "in [2^-100, FLT_MAX]");
   if (p.num_matrices == 0 || p.num_rows == 0 || p.num_columns == 0) return PMO_OK;
-  PMO_REQUIRE(p.x != nullptr, "x", "an array");
+  PMO_REQUIRE(p.x != nullptr && reinterpret_cast<uintptr_t>(p.x) % dtype_size(p.dtype) == 0, "x",
+              "an array aligned to its element size");
   PMO_REQUIRE((p.codes == nullptr) == (p.scales == nullptr), "scales", "given with codes");
   PMO_REQUIRE((p.turned_codes == nullptr) == (p.turned_scales == nullptr), "turned_scales", "given with turned_codes");
   PMO_REQUIRE_OPTIONAL_ARRAY(p.scales, "scales");
@@ -89,13 +89,16 @@ int check_quantize_blocks(const pmo_quantize_blocks_params& p) {
   return PMO_OK;
 }
 
-int check_near_blocks(const pmo_near_blocks_params& p) {
-  PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_near_blocks_params of this library");
-  if (const int status = check_blocks(p)) return status;
-  if (p.num_matrices == 0 || p.num_rows == 0 || p.num_columns == 0) return PMO_OK;
-  PMO_REQUIRE(p.x != nullptr && reinterpret_cast<uintptr_t>(p.x) % dtype_size(p.dtype) == 0, "x",
+int check_dequantize_matrices(const pmo_dequantize_matrices_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_dequantize_matrices_params of this library");
+  PMO_REQUIRE(p.format >= PMO_MATRIX_INT8 && p.format <= PMO_MATRIX_FLOAT8_128X128, "format", "one of pmo_matrix_format");
+  if (const int status = check_sizes(p.dtype, p.num_matrices, "inner", p.inner, "outer", p.outer)) return status;
+  if (p.num_matrices == 0 || p.inner == 0 || p.outer == 0) return PMO_OK;
+  PMO_REQUIRE(p.codes != nullptr, "codes", "an array");
+  PMO_REQUIRE_ARRAY(p.scales, 1, "scales");
+  const auto item_bytes = static_cast<uintptr_t>(p.widens != 0 ? 4 : dtype_size(p.dtype));
+  PMO_REQUIRE(p.out != nullptr && reinterpret_cast<uintptr_t>(p.out) % item_bytes == 0, "out",
               "an array aligned to its element size");
-  PMO_REQUIRE_ARRAY(p.out, 1, "out");
   return PMO_OK;
 }
 

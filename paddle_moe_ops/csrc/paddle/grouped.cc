@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "common/matrix_layout.h"
 #include "paddle/pages.h"
 #include "pmo/grouped_rows.h"
 
@@ -71,6 +72,57 @@ Matrix readable_rows(const Target& target, const paddle::Tensor& rows) {
   return Matrix(target.aligned(dense(rows)));
 }
 
+Shape ExpertMatrices::shape() const {
+  if (values.defined()) return values.shape();
+  const MatrixLayout layout(of_codes.format, of_codes.inner, of_codes.outer, of_codes.transpose);
+  return {of_codes.codes.shape()[0], layout.rows, layout.columns};
+}
+
+void require_codes(const ExpertMatrices::Codes& codes, const char* function, const char* name) {
+  const int32_t format = codes.format;
+  require(format >= PMO_MATRIX_INT8 && format <= PMO_MATRIX_FLOAT8_128X128, function, "the format is unknown");
+  require_rank(codes.codes, 3, function, name);
+  const bool are_bytes = codes.codes.dtype() == paddle::DataType::INT8;
+#ifndef PMO_PADDLE_2
+  if (format == PMO_MATRIX_FLOAT8_128X128 && !are_bytes && codes.codes.dtype() != paddle::DataType::UINT8) {
+    require_dtype(codes.codes, paddle::DataType::FLOAT8_E4M3FN, function, name);
+  }
+#endif
+  if (format != PMO_MATRIX_FLOAT8_128X128) require(are_bytes, function, "integer codes must be int8");
+  const MatrixLayout layout(format, codes.inner, codes.outer, codes.transpose);
+  const int64_t experts = codes.codes.shape()[0];
+  require_shape(codes.codes, {experts, layout.code_rows, layout.code_columns}, function, name);
+  const bool by_output = format == PMO_MATRIX_INT8 || format == PMO_MATRIX_INT4;
+  require_dtype(codes.scales, paddle::DataType::FLOAT32, function, "the scales");
+  require_shape(codes.scales, by_output ? Shape{experts, codes.outer} : Shape{experts, layout.scale_rows, layout.scale_columns},
+                function, "the scales");
+}
+
+paddle::Tensor dequantised(const Target& target, const char* function, const ExpertMatrices::Codes& codes) {
+  paddle::Tensor values = target.empty(ExpertMatrices(codes).shape(), codes.dtype);
+  prepare_pages(target, values);
+  dequantise(target, function, codes, 0, values.shape()[0], &values);
+  return values;
+}
+
+void dequantise(const Target& target, const char* function, const ExpertMatrices::Codes& codes, int64_t first, int64_t count,
+                paddle::Tensor* values) {
+  const MatrixLayout layout(codes.format, codes.inner, codes.outer, codes.transpose);
+  pmo_dequantize_matrices_params p = {};
+  p.struct_size = sizeof(p);
+  p.num_matrices = count;
+  p.inner = codes.inner;
+  p.outer = codes.outer;
+  p.codes = static_cast<const char*>(codes.codes.data()) + first * layout.code_rows * layout.code_columns;
+  p.scales = codes.scales.data<float>() + first * layout.scale_rows * layout.scale_columns;
+  p.out = values->data();
+  p.format = codes.format;
+  p.transpose = codes.transpose;
+  p.dtype = grouped_dtype(codes.dtype);
+  p.widens = values->dtype() != codes.dtype;
+  check_status(PMO_CALL(target, dequantize_matrices, &p), function);
+}
+
 Grouped::Grouped(const Target& target, const char* function, const paddle::Tensor& sizes, const paddle::Tensor* offsets,
                  int64_t num_rows)
     : target_(target), function_(function), sizes_(integers_on(target, sizes)), num_rows_(num_rows), experts_(sizes.shape()[0]) {
@@ -107,25 +159,27 @@ bool Grouped::has_kernels(paddle::DataType dtype, int64_t inner, int64_t outer) 
   return has_grouped_kernels(target_, grouped_dtype(dtype), num_rows_, experts_, inner, outer);
 }
 
-paddle::Tensor Grouped::gemm(const paddle::Tensor& rows, const paddle::Tensor& matrices, bool transpose,
+paddle::Tensor Grouped::gemm(const paddle::Tensor& rows, const ExpertMatrices& matrices, bool transpose,
                              paddle::DataType dtype) const {
-  const MatrixSizes sizes(matrices.shape(), transpose);
+  const Shape shape = matrices.shape();
+  const MatrixSizes sizes(shape, transpose);
   if (has_kernels(matrices.dtype(), sizes.inner, sizes.outer)) {
     paddle::Tensor out = target_.empty({num_rows_, sizes.outer}, matrices.dtype());
-    launch(rows, matrices, transpose, &out);
+    launch(rows, matrices.values.defined() ? matrices.values : dequantised(target_, function_, matrices.of_codes), transpose,
+           &out);
     return in_dtype(target_, out, dtype);
   }
   const paddle::DataType summed = matmul_dtype(matrices.dtype());
-  const paddle::Tensor source = dense(in_dtype(target_, rows, summed)), factors = dense(in_dtype(target_, matrices, summed));
+  const paddle::Tensor source = dense(in_dtype(target_, rows, summed));
+  const ExpertMatrices stored = matrices.values.defined() ? ExpertMatrices(dense(matrices.values)) : matrices;
   paddle::Tensor out = target_.empty({num_rows_, sizes.outer}, summed);
   prepare_pages(target_, out);
-  const int64_t height = transpose ? sizes.outer : sizes.inner, width = transpose ? sizes.inner : sizes.outer;
   int64_t done = 0;
   each([&](int64_t expert, int64_t begin, int64_t end) {
     clear_rows(&out, done, sizes.inner == 0 ? end : begin);
     done = end;
     if (begin == end || sizes.inner == 0 || sizes.outer == 0) return;
-    multiply(view(source, begin, end - begin, sizes.inner), view(factors, expert * height, height, width), false, transpose,
+    multiply(view(source, begin, end - begin, sizes.inner), matrix_of(stored, expert, summed), false, transpose,
              view(out, begin, end - begin, sizes.outer));
   });
   clear_rows(&out, done, num_rows_);
@@ -235,6 +289,14 @@ paddle::Tensor Grouped::view(const paddle::Tensor& tensor, int64_t first, int64_
   const int64_t offset = first * columns * static_cast<int64_t>(phi::SizeOf(tensor.dtype()));
   auto* data = const_cast<char*>(static_cast<const char*>(tensor.data())) + offset;
   return paddle::from_blob(data, {rows, columns}, tensor.dtype(), phi::DataLayout::NCHW, target_.place());
+}
+
+paddle::Tensor Grouped::matrix_of(const ExpertMatrices& matrices, int64_t expert, paddle::DataType dtype) const {
+  const Shape shape = matrices.shape();
+  if (matrices.values.defined()) return in_dtype(target_, view(matrices.values, expert * shape[1], shape[1], shape[2]), dtype);
+  paddle::Tensor matrix = target_.empty({shape[1], shape[2]}, dtype);
+  dequantise(target_, function_, matrices.of_codes, expert, 1, &matrix);
+  return matrix;
 }
 
 void Grouped::multiply(const paddle::Tensor& x, const paddle::Tensor& y, bool transpose_x, bool transpose_y,

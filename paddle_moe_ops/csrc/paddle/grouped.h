@@ -13,6 +13,7 @@
 #include "paddle/binding.h"
 #include "pmo/grouped.h"
 #include "pmo/grouped_float8.h"
+#include "pmo/matrices.h"
 
 namespace pmo {
 namespace binding {
@@ -46,6 +47,38 @@ struct Float8 {
   paddle::Tensor codes, scales;
 };
 
+// The matrices of experts: values [E, A, B], or codes that each GEMM dequantises.
+struct ExpertMatrices {
+  // Codes as pmo/matrices.h describes them: D inputs and N outputs, [E, N, D] if they are stored transposed.
+  struct Codes {
+    paddle::Tensor codes, scales;
+    int32_t format;  // a pmo_matrix_format
+    int64_t inner, outer;
+    bool transpose;
+    paddle::DataType dtype;  // of the values
+  };
+
+  paddle::Tensor values;  // undefined: codes
+  Codes of_codes = {};
+
+  ExpertMatrices(const paddle::Tensor& values) : values(values) {}  // NOLINT: a conversion
+  explicit ExpertMatrices(const Codes& codes) : of_codes(codes) {}
+
+  Shape shape() const;  // [E, A, B]
+  paddle::DataType dtype() const { return values.defined() ? values.dtype() : of_codes.dtype; }
+};
+
+// Checks shapes and dtypes of codes and scales.
+void require_codes(const ExpertMatrices::Codes& codes, const char* function, const char* name);
+
+// The values of all matrices, in new memory.
+paddle::Tensor dequantised(const Target& target, const char* function, const ExpertMatrices::Codes& codes);
+
+// Writes the values of `count` matrices from `first` on. `values` may be float32 in place of their dtype, to which they are
+// rounded all the same.
+void dequantise(const Target& target, const char* function, const ExpertMatrices::Codes& codes, int64_t first, int64_t count,
+                paddle::Tensor* values);
+
 class Grouped {
  public:
   // `sizes` [E] have been checked by the caller. `offsets` have at least E entries; null: the groups are contiguous. Either may
@@ -55,7 +88,8 @@ class Grouped {
 
   // Grouped GEMM: rows [M, D] times the matrix of each row's group -> [M, N] of `dtype`, zeros in rows of no group. Kernels and
   // Paddle's GPU matmul round to the dtype of the matrices first; on a CPU the results are float32.
-  paddle::Tensor gemm(const paddle::Tensor& rows, const paddle::Tensor& matrices, bool transpose, paddle::DataType dtype) const;
+  // Codes are dequantised expert by expert, and only those of experts with rows, where there are no kernels.
+  paddle::Tensor gemm(const paddle::Tensor& rows, const ExpertMatrices& matrices, bool transpose, paddle::DataType dtype) const;
 
   // Grouped wgrad: p [M, P], q [M, Q] -> p^T q over the rows of each group, [E, P, Q] of `dtype`, which is that of the matrices.
   paddle::Tensor wgrad(const paddle::Tensor& p, const paddle::Tensor& q, paddle::DataType dtype) const;
@@ -74,6 +108,8 @@ class Grouped {
   paddle::DataType matmul_dtype(paddle::DataType dtype) const;
   paddle::Tensor view(const paddle::Tensor& tensor, int64_t first, int64_t rows, int64_t columns) const;
   void multiply(const paddle::Tensor& x, const paddle::Tensor& y, bool transpose_x, bool transpose_y, paddle::Tensor part) const;
+  // The matrix of one expert, of `dtype`.
+  paddle::Tensor matrix_of(const ExpertMatrices& matrices, int64_t expert, paddle::DataType dtype) const;
   void clear_rows(paddle::Tensor* out, int64_t begin, int64_t end) const;
 
   const Target& target_;

@@ -75,47 +75,9 @@ Outputs layer_backward(const paddle::Tensor& x, const paddle::Tensor& gate_up, c
   return gradients;
 }
 
-// Codes and scales of matrices [E, A, B], and of their transposes, as the flags say: by one launch.
-Outputs quantize_matrices([[maybe_unused]] const paddle::Tensor& matrices, [[maybe_unused]] bool straight,
-                          [[maybe_unused]] bool turned) {
-  Outputs results = {{}, {}, {}, {}};
-#ifdef PMO_WITH_CUDA
-  const Target target(kMoeMlp, {&matrices});
-  require_rank(matrices, 3, kMoeMlp, "the matrices");
-  const paddle::Tensor source = dense(matrices);
-  const Shape shape = source.shape();
-  const auto groups_in = [](int64_t size) { return (size + PMO_QUANTIZE_GROUP - 1) / PMO_QUANTIZE_GROUP; };
-  const auto allocate = [&](size_t place, int64_t rows, int64_t columns) {
-    results[place] = target.empty({shape[0], rows, columns}, paddle::DataType::FLOAT8_E4M3FN);
-    results[place + 1] = target.empty_float32({shape[0], groups_in(rows), groups_in(columns)});
-  };
-  pmo_quantize_blocks_params p = {};
-  p.struct_size = sizeof(p);
-  p.num_matrices = shape[0];
-  p.num_rows = shape[1];
-  p.num_columns = shape[2];
-  p.x = source.data();
-  if (straight) {
-    allocate(0, shape[1], shape[2]);
-    p.codes = results[0].data();
-    p.scales = results[1].data<float>();
-  }
-  if (turned) {
-    allocate(2, shape[2], shape[1]);
-    p.turned_codes = results[2].data();
-    p.turned_scales = results[3].data<float>();
-  }
-  p.dtype = dtype_of(source, kMoeMlp, "the matrices");
-  p.amax_min = kAmaxMin;
-  check_status(pmo_quantize_blocks_cuda(&p, target.stream()), kMoeMlp);
-#endif
-  return results;
-}
-
 }  // namespace
 
 PMO_DIRECT(layer_forward, layer_forward);
 PMO_DIRECT(layer_backward, layer_backward);
-PMO_DIRECT(quantize_matrices, quantize_matrices);
 
 #endif

@@ -14,6 +14,18 @@ namespace pmo {
 namespace binding {
 namespace {
 
+// Inner size n of a layer: half of the outputs of gate_up, a dimension that no format packs.
+int64_t inner_of(const MlpAttributes& a, const MlpOperands& o) { return dim(o.gate_up.shape(), a.transpose ? 1 : 2) / 2; }
+
+void check_quantized(const MlpAttributes& a, const MlpOperands& o) {
+  require_rank(o.gate_up, 3, kMoeMlp, "gate_up");
+  require_shape(o.gate_up, {o.down.shape()[0], -1, -1}, kMoeMlp, "gate_up");
+  const int64_t columns = o.x.shape()[1], inner = inner_of(a, o);
+  const MatrixScales& scales = *o.scales;
+  require_codes({o.gate_up, scales.gate_up, scales.format, columns, 2 * inner, a.transpose, o.x.dtype()}, kMoeMlp, "gate_up");
+  require_codes({o.down, scales.down, scales.format, inner, columns, a.transpose, o.x.dtype()}, kMoeMlp, "down");
+}
+
 // Checks all operands; returns the target.
 const Target& checked(const Target& target, const MlpAttributes& a, const MlpOperands& o) {
   require(o.sizes.defined() && o.offsets.defined() && o.slot_to_row.defined(), kMoeMlp, "a required tensor is missing");
@@ -21,12 +33,17 @@ const Target& checked(const Target& target, const MlpAttributes& a, const MlpOpe
   require_rank(o.token_rows, 2, kMoeMlp, "token_rows");
   require_shape(o.x, {o.token_rows.shape()[0], -1}, kMoeMlp, "x");
   require_rank(o.down, 3, kMoeMlp, "down");
-  require_dtype(o.gate_up, o.x.dtype(), kMoeMlp, "gate_up");
-  require_dtype(o.down, o.x.dtype(), kMoeMlp, "down");
-  const int64_t experts = o.down.shape()[0], columns = o.x.shape()[1], inner = MatrixSizes(o.down.shape(), a.transpose).inner;
-  require_shape(o.down, a.transpose ? Shape{experts, columns, inner} : Shape{experts, inner, columns}, kMoeMlp, "down");
-  require_shape(o.gate_up, a.transpose ? Shape{experts, 2 * inner, columns} : Shape{experts, columns, 2 * inner}, kMoeMlp,
-                "gate_up");
+  const int64_t experts = o.down.shape()[0], columns = o.x.shape()[1];
+  if (o.scales != nullptr) {
+    check_quantized(a, o);
+  } else {
+    const int64_t inner = MatrixSizes(o.down.shape(), a.transpose).inner;
+    require_dtype(o.gate_up, o.x.dtype(), kMoeMlp, "gate_up");
+    require_dtype(o.down, o.x.dtype(), kMoeMlp, "down");
+    require_shape(o.down, a.transpose ? Shape{experts, columns, inner} : Shape{experts, inner, columns}, kMoeMlp, "down");
+    require_shape(o.gate_up, a.transpose ? Shape{experts, 2 * inner, columns} : Shape{experts, columns, 2 * inner}, kMoeMlp,
+                  "gate_up");
+  }
   require_dtype(o.token_rows, paddle::DataType::INT32, kMoeMlp, "token_rows");
   require_rank(o.row_to_token, 1, kMoeMlp, "row_to_token");
   require_dtype(o.row_to_token, paddle::DataType::INT32, kMoeMlp, "row_to_token");
@@ -46,6 +63,14 @@ paddle::Tensor weights_by_row(const Target& target, const MlpAttributes& a, cons
   paddle::Tensor by_row = target.empty_float32(o.row_to_token.shape());
   scatter_slots(target, kMoeMlp, o.slot_to_row, o.weights, false, &by_row);
   return by_row;
+}
+
+ExpertMatrices matrices_of(const MlpAttributes& a, const MlpOperands& o, const paddle::Tensor& matrices,
+                           const paddle::Tensor* scales, int64_t inner, int64_t outer) {
+  if (scales == nullptr) return ExpertMatrices(matrices);
+  const bool is_float8 = o.scales->format == PMO_MATRIX_FLOAT8_128X128;
+  return ExpertMatrices(ExpertMatrices::Codes{dense(matrices), dense(*scales), o.scales->format, inner, outer, a.transpose,
+                                              is_float8 ? paddle::DataType::FLOAT32 : o.x.dtype()});
 }
 
 // H for a backward pass that overwrites it.
@@ -75,17 +100,22 @@ ExpertLayer::ExpertLayer(const MlpAttributes& attributes, const MlpOperands& ope
                          const paddle::Tensor* d_out)
     : target_(kMoeMlp,
               {&operands.x, &operands.gate_up, &operands.down, &operands.weights, &operands.token_rows, &operands.row_to_token},
-              {hidden, d_out}),
+              {hidden, d_out, operands.scales ? &operands.scales->gate_up : nullptr,
+               operands.scales ? &operands.scales->down : nullptr}),
       transpose_(attributes.transpose),
       float8_(float8),
       workspace_(attributes.workspace),
       operands_(operands),
       groups_(checked(target_, attributes, operands), kMoeMlp, operands.sizes, &operands.offsets,
               dim(operands.row_to_token.shape(), 0)),
+      gate_up_(matrices_of(attributes, operands, operands.gate_up, operands.scales ? &operands.scales->gate_up : nullptr,
+                           operands.x.shape()[1], 2 * inner_of(attributes, operands))),
+      down_(matrices_of(attributes, operands, operands.down, operands.scales ? &operands.scales->down : nullptr,
+                        inner_of(attributes, operands), operands.x.shape()[1])),
       row_to_token_(dense(operands.row_to_token)),
       row_weights_(weights_by_row(target_, attributes, operands)),
       hidden_size(operands.x.shape()[1]),
-      inner(MatrixSizes(operands.down.shape(), attributes.transpose).inner),
+      inner(inner_of(attributes, operands)),
       has_kernels_(
           layer_has_kernels(target_, operands.x.dtype(), num_rows(), operands.down.shape()[0], hidden_size, inner, float8)) {}
 
@@ -171,7 +201,11 @@ void ExpertLayer::run([[maybe_unused]] pmo_layer_facts f, [[maybe_unused]] pmo_l
   check_status(pmo_layer_plan_of(&f, &plan), kMoeMlp);
   const paddle::Tensor workspace = target_.empty({plan.bytes}, paddle::DataType::UINT8);
   const Matrix tokens = readable_rows(target_, o.x);
-  const paddle::Tensor gate_up = target_.aligned(dense(o.gate_up)), down = target_.aligned(dense(o.down));
+  const auto readable = [&](const ExpertMatrices& matrices) {
+    if (matrices.values.defined()) return target_.aligned(dense(matrices.values));
+    return float8_ ? matrices.of_codes.codes : dequantised(target_, kMoeMlp, matrices.of_codes);
+  };
+  const paddle::Tensor gate_up = readable(gate_up_), down = readable(down_);
   const paddle::Tensor token_rows = dense(o.token_rows), sizes = integers_on(target_, o.sizes),
                        offsets = integers_on(target_, o.offsets);
   const auto pointers = [](const Float8& matrix) {
@@ -273,16 +307,16 @@ void ExpertLayer::composed_backward(const MlpAttributes& a, const Kept& kept, co
   if (a.need_x_grad) (*gradients)[0] = composed_d_x(activation, codes);
 }
 
-Outputs mlp_forward(const MlpAttributes& a, const ExpertLayer& layer, const MlpOperands& o) {
+Outputs mlp_forward(const MlpAttributes& a, const ExpertLayer& layer, const MlpOperands& o, const MatrixCodes& codes) {
   Kept kept;
   // Paddle may check the values of outputs.
-  const paddle::Tensor out = layer.outputs(a.keep_hidden ? PMO_LAYER_KEEPS : PMO_LAYER_RECOMPUTES, true, {}, &kept);
+  const paddle::Tensor out = layer.outputs(a.keep_hidden ? PMO_LAYER_KEEPS : PMO_LAYER_RECOMPUTES, true, codes, &kept);
   if (!a.keep_hidden) kept.values = layer.target().empty({0, 2 * layer.inner}, o.x.dtype());
   return {out, kept.values};
 }
 
 Outputs mlp_backward(const MlpAttributes& a, const ExpertLayer& layer, const MlpOperands& o, const paddle::Tensor& hidden,
-                     const paddle::Tensor& d_out) {
+                     const paddle::Tensor& d_out, const MatrixCodes& codes) {
   require_gradient(d_out, o.x.shape(), o.x.dtype(), kMoeMlp, "the gradient of the result");
   // A program from a file may pass any tensor as `hidden`.
   require(hidden.defined(), kMoeMlp, "a required tensor is missing");
@@ -294,12 +328,13 @@ Outputs mlp_backward(const MlpAttributes& a, const ExpertLayer& layer, const Mlp
   if (has_d_out) {
     Kept kept;
     if (a.keep_hidden) kept.values = layer.has_kernels() ? overwritable(a, layer, hidden) : dense(hidden);
-    layer.backward(a, kept, d_out, {}, {}, &gradients);
+    layer.backward(a, kept, d_out, codes, {}, &gradients);
     if (a.by_slot && a.need_weights_grad) gradients[3] = gather_slots(layer.target(), kMoeMlp, o.slot_to_row, gradients[3]);
   }
   const paddle::Tensor* const operands[] = {&o.x, &o.gate_up, &o.down, &o.weights};
   for (size_t i = 0; i < gradients.size(); ++i) {
-    if (!gradients[i].defined()) gradients[i] = zeros_like(*operands[i]);
+    const bool is_matrix = i == 1 || i == 2;
+    if (!gradients[i].defined() && !(is_matrix && o.scales != nullptr)) gradients[i] = zeros_like(*operands[i]);
   }
   return gradients;
 }

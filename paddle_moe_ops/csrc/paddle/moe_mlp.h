@@ -36,9 +36,17 @@ PMO_ATTRIBUTES(MlpAttributes, (bool, transpose, transpose), (bool, keep_hidden, 
                (bool, need_gate_up_grad, gate_up_grad), (bool, need_down_grad, down_grad), (bool, need_weights_grad, weight_grad),
                (bool, in_place, in_place), (int64_t, workspace, workspace), (bool, by_slot, by_slot));
 
-// `weights` [M] by row, or with the attribute by_slot [T, K]; `slot_to_row` [T, K] is read only then.
+// Scales of matrices that are codes, and their pmo_matrix_format.
+struct MatrixScales {
+  const paddle::Tensor &gate_up, &down;
+  int32_t format;
+};
+
+// `weights` [M] by row, or with the attribute by_slot [T, K]; `slot_to_row` [T, K] is read only then. With `scales` the matrices
+// are codes.
 struct MlpOperands {
   const paddle::Tensor &x, &gate_up, &down, &weights, &token_rows, &row_to_token, &sizes, &offsets, &slot_to_row;
+  const MatrixScales* scales = nullptr;
 };
 
 // H between the passes, or its codes and scales; `values` is undefined if it is recomputed.
@@ -47,7 +55,7 @@ struct Kept {
 };
 
 // Quantised matrices that a call was given; undefined ones are quantised by the pass. The turned ones are those of the backward
-// pass. Without float8 kernels, `codes` has fake-quantised float32 values, the same for both passes, and `scales` is undefined.
+// pass. Without float8 kernels, all are codes of the matrices as they are stored.
 struct MatrixCodes {
   Float8 gate_up, down, turned_gate_up, turned_down;
 };
@@ -97,6 +105,8 @@ class ExpertLayer {
   virtual paddle::Tensor hidden_of(const Kept& kept) const;
 
   const MlpOperands& operands() const { return operands_; }
+  const ExpertMatrices& gate_up() const { return gate_up_; }
+  const ExpertMatrices& down() const { return down_; }
   bool transpose() const { return transpose_; }
   const Grouped& groups() const { return groups_; }
   paddle::DataType dtype() const { return operands_.x.dtype(); }
@@ -120,6 +130,7 @@ class ExpertLayer {
   const int64_t workspace_;
   const MlpOperands operands_;
   const Grouped groups_;
+  const ExpertMatrices gate_up_, down_;
   // Dense per-row arrays: the row's token, and the row's weight.
   const paddle::Tensor row_to_token_, row_weights_;
 
@@ -130,6 +141,9 @@ class ExpertLayer {
   const bool has_kernels_;
 };
 
+// Codes and scales of matrices [E, A, B], and of their transposes, as the flags say: by one launch.
+Outputs quantize_matrices(const paddle::Tensor& matrices, bool straight, bool turned);
+
 // The layer in the dtype of its tokens, and the one with float8 operands.
 std::unique_ptr<ExpertLayer> new_layer(const MlpAttributes& attributes, const MlpOperands& operands, const paddle::Tensor* hidden,
                                        const paddle::Tensor* d_out);
@@ -137,9 +151,10 @@ std::unique_ptr<ExpertLayer> new_float8_layer(const MlpAttributes& attributes, c
                                               const paddle::Tensor* hidden, const paddle::Tensor* d_out);
 
 // Forward and backward pass of an operator.
-Outputs mlp_forward(const MlpAttributes& attributes, const ExpertLayer& layer, const MlpOperands& operands);
+Outputs mlp_forward(const MlpAttributes& attributes, const ExpertLayer& layer, const MlpOperands& operands,
+                    const MatrixCodes& codes = {});
 Outputs mlp_backward(const MlpAttributes& attributes, const ExpertLayer& layer, const MlpOperands& operands,
-                     const paddle::Tensor& hidden, const paddle::Tensor& d_out);
+                     const paddle::Tensor& hidden, const paddle::Tensor& d_out, const MatrixCodes& codes = {});
 
 // Shape and dtype inference, common to all operators, in Paddle's order: x, gate_up, down, weights, token_rows, row_to_token,
 // sizes, offsets, slot_to_row -> out, hidden.

@@ -22,24 +22,24 @@ class Layer : public ExpertLayer {
 
  protected:
   paddle::Tensor composed_hidden(const MatrixCodes&) const override {
-    return groups().gemm(rows_of(operands().x), operands().gate_up, transpose(), dtype());
+    return groups().gemm(rows_of(operands().x), gate_up(), transpose(), dtype());
   }
 
   paddle::Tensor composed_outputs(paddle::Tensor hidden, const MatrixCodes&) const override {
     const paddle::Tensor act = swiglu(std::exchange(hidden, {}));
-    return sums_of(groups().gemm(act, operands().down, transpose(), dtype()), true);
+    return sums_of(groups().gemm(act, down(), transpose(), dtype()), true);
   }
 
   ActivationGradients activation_gradients(paddle::Tensor hidden, const paddle::Tensor& d_out,
                                            const MatrixCodes&) const override {
     const paddle::Tensor rows = rows_of(d_out);
-    ActivationGradients gradients = swiglu_backward(hidden, groups().gemm(rows, operands().down, !transpose(), dtype()));
+    ActivationGradients gradients = swiglu_backward(hidden, groups().gemm(rows, down(), !transpose(), dtype()));
     gradients.d_out = rows;
     return gradients;
   }
 
   paddle::Tensor composed_d_x(const ActivationGradients& gradients, const MatrixCodes&) const override {
-    return sums_of(groups().gemm(gradients.d_hidden, operands().gate_up, !transpose(), dtype()));
+    return sums_of(groups().gemm(gradients.d_hidden, gate_up(), !transpose(), dtype()));
   }
 };
 

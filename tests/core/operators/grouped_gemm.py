@@ -30,12 +30,10 @@ __all__ = [
     "Gathered",
     "OuterParams",
     "ProductParams",
-    "QuantizeBlocksParams",
     "Result",
     "float8_params",
     "outer_params",
     "product_params",
-    "quantize_blocks_params",
     "schedule",
 ]
 
@@ -121,20 +119,6 @@ class Float8Params(Params):
         (Int32s, "counters"),
         (Float, "amax_min"),
         (Int, "result"),
-    )
-
-
-class QuantizeBlocksParams(Params):
-    """pmo_quantize_blocks_params"""
-
-    _fields_ = fields(
-        (Size, "struct_size num_matrices num_rows num_columns"),
-        (Bytes, "x codes"),
-        (Floats, "scales"),
-        (Bytes, "turned_codes"),
-        (Floats, "turned_scales"),
-        (Int, "dtype"),
-        (Float, "amax_min"),
     )
 
 
@@ -241,9 +225,3 @@ def float8_params(
         amax_min=AMAX_MIN,
         **options,
     )
-
-
-def quantize_blocks_params(x: NDArray, **results: NDArray) -> QuantizeBlocksParams:
-    matrices, rows, columns = x.shape
-    sizes = {"num_matrices": matrices, "num_rows": rows, "num_columns": columns}
-    return QuantizeBlocksParams(**sizes, x=x, dtype=DTYPES[x.dtype], amax_min=AMAX_MIN, **results)

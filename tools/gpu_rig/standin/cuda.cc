@@ -16,6 +16,7 @@
 #include "common/status.h"
 #include "pmo/grouped_float8.h"
 #include "pmo/grouped_rows.h"
+#include "pmo/matrices.h"
 #include "pmo/permute.h"
 #include "pmo/quantize.h"
 #include "pmo/ranks.h"
@@ -164,13 +165,14 @@ int pmo_route_permute_cuda(const pmo_route_params* route, const pmo_permute_para
     return is_current(stream) ? pmo_##operation##_cpu(params, nullptr) : wrong_device(#operation); \
   }
 RUN_ON_CPU(dequantize, pmo_dequantize_params)
+RUN_ON_CPU(dequantize_matrices, pmo_dequantize_matrices_params)
 RUN_ON_CPU(gather_slots, pmo_slots_params)
 RUN_ON_CPU(grouped_clear, pmo_grouped_clear_params)
 RUN_ON_CPU(grouped_tables, pmo_grouped_tables_params)
 RUN_ON_CPU(make_row_id_map, pmo_row_id_map_params)
-RUN_ON_CPU(near_blocks, pmo_near_blocks_params)
 RUN_ON_CPU(permute, pmo_permute_params)
 RUN_ON_CPU(quantize, pmo_quantize_params)
+RUN_ON_CPU(quantize_blocks, pmo_quantize_blocks_params)
 RUN_ON_CPU(rank_barrier, pmo_rank_barrier_params)
 RUN_ON_CPU(rank_get, pmo_rank_values_params)
 RUN_ON_CPU(rank_plan, pmo_rank_plan_params)

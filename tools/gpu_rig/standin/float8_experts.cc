@@ -131,37 +131,6 @@ struct Product {
   }
 };
 
-template <typename Rows>
-int quantize_blocks(const pmo_quantize_blocks_params& p) {
-  const int64_t size = p.num_rows * p.num_columns, heights = groups_in(p.num_rows), widths = groups_in(p.num_columns);
-  const auto quantize = pmo::cpu::row_kernels(p.dtype).quantize;
-  for (int64_t block = 0; block < p.num_matrices * heights * widths; ++block) {
-    const int64_t matrix = block / (heights * widths), down = block / widths % heights, across = block % widths;
-    const int64_t first = down * kGroup, rows = std::min(p.num_rows - first, kGroup);
-    const int64_t left = across * kGroup, columns = std::min(p.num_columns - left, kGroup);
-    const auto* x = static_cast<const typename Rows::Element*>(p.x) + matrix * size + first * p.num_columns + left;
-    float amax = p.amax_min, scale = 0.0f;
-    for (int64_t row = 0; row < rows; ++row) {
-      for (int64_t i = 0; i < columns; ++i) {
-        const float magnitude = std::fabs(Rows::load(x[row * p.num_columns + i]));
-        amax = magnitude > amax ? magnitude : amax;  // never for NaN
-      }
-    }
-    for (int64_t row = 0; row < rows; ++row) {
-      uint8_t codes[kGroup];
-      quantize(x + row * p.num_columns, columns, amax, false, codes, &scale);
-      for (int64_t i = 0; i < columns; ++i) {
-        const int64_t place = (first + row) * p.num_columns + left + i, turned = (left + i) * p.num_rows + first + row;
-        if (p.codes != nullptr) static_cast<uint8_t*>(p.codes)[matrix * size + place] = codes[i];
-        if (p.turned_codes != nullptr) static_cast<uint8_t*>(p.turned_codes)[matrix * size + turned] = codes[i];
-      }
-    }
-    if (p.scales != nullptr) p.scales[block] = scale;
-    if (p.turned_scales != nullptr) p.turned_scales[(matrix * widths + across) * heights + down] = scale;
-  }
-  return PMO_OK;
-}
-
 }  // namespace
 
 extern "C" {
@@ -169,11 +138,6 @@ extern "C" {
 int pmo_grouped_float8_cuda(const pmo_grouped_float8_params* params, void*) {
   if (const int status = pmo::check_grouped_float8(*params)) return status;
   return params->num_rows == 0 ? static_cast<int>(PMO_OK) : Product{*params}.run();
-}
-
-int pmo_quantize_blocks_cuda(const pmo_quantize_blocks_params* params, void*) {
-  if (const int status = pmo::check_quantize_blocks(*params)) return status;
-  return pmo::cpu::with_rows(params->dtype, [&](auto rows) { return quantize_blocks<decltype(rows)>(*params); });
 }
 
 }  // extern "C"

@@ -67,27 +67,12 @@ typedef struct pmo_quantize_blocks_params {
   float* turned_scales;  // [E, B / 128, A / 128], each rounded up, with turned_codes
   int32_t dtype;         // of x: PMO_FLOAT32, PMO_FLOAT16 or PMO_BFLOAT16
   float amax_min;        // in [2^-100, FLT_MAX]
-} pmo_quantize_blocks_params;
-
-PMO_API int pmo_quantize_blocks_cuda(const pmo_quantize_blocks_params* params, void* stream);
-
-// Fake quantisation by 128 x 128 blocks: out = code * scale in float32. Devices without float8 MMAs use it. The bits of a NaN are
-// unspecified.
-typedef struct pmo_near_blocks_params {
-  int64_t struct_size;
-  int64_t num_matrices;  // E
-  int64_t num_rows;      // A
-  int64_t num_columns;   // B
-  const void* x;         // [E, A, B] contiguous
-  float* out;            // [E, A, B]
-  int32_t dtype;         // of x: PMO_FLOAT32, PMO_FLOAT16 or PMO_BFLOAT16
-  float amax_min;        // in [2^-100, FLT_MAX]
   int32_t num_threads;
   int32_t reserved;
-} pmo_near_blocks_params;
+} pmo_quantize_blocks_params;
 
-PMO_API int pmo_near_blocks_cpu(const pmo_near_blocks_params* params, void* stream);
-PMO_API int pmo_near_blocks_cuda(const pmo_near_blocks_params* params, void* stream);
+PMO_API int pmo_quantize_blocks_cpu(const pmo_quantize_blocks_params* params, void* stream);
+PMO_API int pmo_quantize_blocks_cuda(const pmo_quantize_blocks_params* params, void* stream);
 
 #ifdef __cplusplus
 }

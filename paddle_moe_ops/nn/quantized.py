@@ -1,0 +1,69 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Experts whose matrices are codes: buffers of a layer in place of its parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+from paddle import Tensor, nn
+
+from .. import _checks
+from ..backends.layers import dequantized
+from ..backends.quantized import FLOAT8_FORMAT, FORMATS, QuantizedMatrices
+from ..quantization import quantize_experts
+
+__all__ = ["codes_of", "matrices_of", "refuse_sharded_state", "replace_matrices", "values_of"]
+
+_MATRICES = ("gate_up", "down")
+
+
+def replace_matrices(experts: Any, name: str, matrix_format: str) -> None:
+    """Replace the parameters ``gate_up`` and ``down`` of a layer by buffers of codes and scales.
+
+    The buffers are transposed, [E, 2 * I, H] and [E, H, I], as float8 kernels read them. Float8 codes are int8 bytes:
+    `paddle.load` would return a float8 buffer as int8, which the layer then refuses.
+    """
+    _checks.choice(name, "format", matrix_format, FORMATS)
+    if experts.matrix_format is not None:
+        _checks.bad_value(name, "format", "given once: the matrices are codes already", repr(matrix_format))
+    if matrix_format == FLOAT8_FORMAT and experts.gate_up_bias is not None:
+        _checks.bad_value(name, "format", "one of integer codes with biases", repr(matrix_format))
+    if matrix_format == FLOAT8_FORMAT and experts.activation != "swiglu":
+        expected = f"one of integer codes with the activation {experts.activation!r}"
+        _checks.bad_value(name, "format", expected, repr(matrix_format))
+    transposed = [getattr(experts, each).detach().transpose([0, 2, 1]) for each in _MATRICES]
+    made = quantize_experts(*transposed, format=matrix_format, transpose=True)
+    for matrix, codes in zip(_MATRICES, made, strict=True):
+        setattr(experts, matrix, None)
+        stored = codes.codes.view("int8") if matrix_format == FLOAT8_FORMAT else codes.codes
+        experts.register_buffer(f"{matrix}_codes", stored)
+        experts.register_buffer(f"{matrix}_scales", codes.scales)
+    experts.matrix_format = matrix_format
+
+
+def codes_of(experts: Any) -> tuple[Tensor, ...]:
+    """Codes and scales of both matrices of a layer that `replace_matrices` changed."""
+    return experts.gate_up_codes, experts.gate_up_scales, experts.down_codes, experts.down_scales
+
+
+def matrices_of(codes: tuple[Tensor, ...], matrix_format: str) -> tuple[QuantizedMatrices, QuantizedMatrices]:
+    """The result of `codes_of` as matrices."""
+    gate_up, gate_up_scales, down, down_scales = codes
+    first = QuantizedMatrices(gate_up, gate_up_scales, matrix_format, True)
+    return first, QuantizedMatrices(down, down_scales, matrix_format, True)
+
+
+def values_of(experts: Any, dtype: Any) -> tuple[Tensor, Tensor]:
+    """The values of both matrices, [E, H, 2 * I] and [E, I, H], rounded to ``dtype``."""
+    gate_up, down = matrices_of(codes_of(experts), experts.matrix_format)
+    values = dequantized(gate_up, experts.hidden_size, dtype), dequantized(down, experts.intermediate_size, dtype)
+    return values[0].transpose([0, 2, 1]), values[1].transpose([0, 2, 1])
+
+
+def refuse_sharded_state(experts: nn.Layer) -> None:
+    """Raise if ranks share a layer of codes: Paddle takes buffers for copies of one another."""
+    if getattr(experts, "matrix_format", None) is not None and paddle.distributed.get_world_size() > 1:
+        expected = "of a layer with its parameters; save state_dict() of each rank after quantize"
+        _checks.bad_value("sharded_state_dict", "the experts", expected, "codes")
