@@ -42,6 +42,7 @@ _ALL_OPERATORS = (
 # Tests of single sources of csrc/paddle. pages.cc changes the speed alone; recording.cc is left to its own tests.
 _TESTS_OF_OPERATORS = {
     **dict.fromkeys(("grouped", "grouped_product_op", "moe_mlp", "moe_mlp_op", "moe_mlp_float8_op"), _EXPERTS),
+    "moe_mlp_quantized_op": _tests("ops", "quantized_matrices"),
     **dict.fromkeys(("route_op", "routing"), _ROUTES),
     **dict.fromkeys(("binding", "device", "direct", "tensor_facts"), ()),
     "moe_permute_op": _tests("ops", "moe_permute", "patch_paddle", "second_order"),
@@ -105,6 +106,7 @@ AREAS = {
             *_tests("static", "expert_programs", "to_static"),
             *_tests("scenarios", "accumulating_layers", "float8_graphs", "float8_hidden_programs", "float8_programs"),
             *_tests("scenarios", "layer_programs", "layer_training", "messages", "recompute_of_nothing", "training"),
+            *_tests("scenarios", "quantized_layers"),
         ),
     ),
     "patch": Area(
@@ -139,8 +141,9 @@ AREAS = {
         ("tests/triton/test_*.py", "tests/ops/test_triton_*.py"),
     ),
     "mlp": Area(
-        ("paddle_moe_ops/mlp.py", "paddle_moe_ops/_matrices.py"),
+        (*(f"paddle_moe_ops/{name}.py" for name in ("mlp", "_matrices", "quantization", "backends/quantized")),),
         (
+            *_tests("ops", "quantized_matrices", "quantize"),
             *_tests("ops", "moe_mlp", "lists_of_matrices", "biases", "activations", "quick_calls", "every_argument"),
             *_tests("ops", "float8_mlp", "float8_hidden", "float8_operator", "expert_operators", "memory"),
             *_tests("ops", "bad_arguments", "side_by_side", "amp_recompute", "explain_layer"),
