@@ -236,3 +236,36 @@ def test_a_router_from_topk_is_trained(combine, options):
     got = sum(run(with_a_trained_router, 2, combine=combine, **options))
     np.testing.assert_allclose(got, weight.grad.numpy(), rtol=1e-4, atol=1e-5)
     assert np.abs(got).max() > 0.1
+
+
+def second_order(combine: str, **options: Any) -> list[NDArray]:
+    """A gradient by the gradient of the result, and the result of these values: dispatch to combine is linear in x."""
+    rank = paddle.distributed.get_rank()
+    rng, count = np.random.default_rng(rank), (5, 0, 3)[rank]
+    x, d_out, values = (paddle.to_tensor(rng.standard_normal([count, 8]).astype(np.float32)) for _ in range(3))
+    x.stop_gradient = d_out.stop_gradient = False
+    ids = paddle.to_tensor(np.array([rng.permutation(6)[:2] for _ in range(count)], np.int32).reshape([count, 2]))
+    ep = ExpertParallel(6, combine=combine, **options)
+
+    def called(x: paddle.Tensor) -> paddle.Tensor:
+        received = ep.dispatch(x, ids, paddle.ones([count, 2]))
+        if combine == "exact":
+            return ep.combine(received.rows * 3, received)
+        rows = permute(received.tokens, received.plan)[0] * 3
+        return ep.combine(unpermute(rows, received.plan), received)
+
+    (d_x,) = paddle.grad([called(x)], [x], [d_out], create_graph=True)
+    (found,) = paddle.grad([d_x], [d_out], [values])
+    return [found.numpy(), called(values).numpy()]
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(
+    "options",
+    [{"combine": "exact"}, {"combine": "reduced"}, {"combine": "reduced", "tokens_per_rank": 5}],
+    ids=["exact", "reduced", "parts of one size"],
+)
+def test_gradients_of_second_order_go_the_way_of_the_tokens(options):
+    for rank, (found, expected) in enumerate(run(second_order, 3, **options)):
+        assert_bits_equal(found, expected)
+        assert found.any() or rank == 1

@@ -60,6 +60,7 @@ WAYS = {
     "gloo reduced": Way({"combine": "reduced"}),
     "gloo parts of one size": Way(EQUAL_PARTS),
     "gloo float8": Way({"combine": "exact", "payload": "fp8_1x128"}),
+    "gloo reduced float8": Way({"combine": "reduced", "payload": "fp8_1x128"}),
     "peer exact": Way({"combine": "exact", **PEER}),
     "peer reduced": Way({"combine": "reduced", **PEER}),
     "peer reduced without copies": Way({"combine": "reduced", **PEER}, by_hand=True),
@@ -69,6 +70,7 @@ WAYS = {
     "alltoall exact": Way({"combine": "exact"}, "stub"),
     "alltoall reduced": Way({"combine": "reduced"}, "stub"),
     "alltoall parts of one size": Way(EQUAL_PARTS, "stub"),
+    "alltoall parts of one size float8": Way({**EQUAL_PARTS, "payload": "fp8_1x128_ue8m0"}, "stub"),
 }
 SLOW = ("gloo float8",)
 EVERY_WAY = pytest.mark.parametrize(
