@@ -61,11 +61,19 @@ def renaming(function: str, caller: str, **arguments: str) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        name, _, text = str(error).partition(": ")
-        if name != function:
+        other = renamed(error, function, caller, **arguments)
+        if other is error:
             raise
-        argument, _, rest = text.partition(" ")
-        raise type(error)(f"{caller}: {arguments.get(argument, argument)} {rest}") from None
+        raise other from None
+
+
+def renamed(error: Exception, function: str, caller: str, **arguments: str) -> Exception:
+    """Return an error of ``function`` as one of ``caller``, see `renaming`; other errors as they are."""
+    name, _, text = str(error).partition(": ")
+    if name != function:
+        return error
+    argument, _, rest = text.partition(" ")
+    return type(error)(f"{caller}: {arguments.get(argument, argument)} {rest}")
 
 
 def tensor(

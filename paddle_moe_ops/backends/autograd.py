@@ -49,8 +49,7 @@ class _Witness:
 class OneShotGuard:
     """A flag that detects whether backward() has used a PyLayer's node."""
 
-    def __init__(self) -> None:
-        self._witness: weakref.ref[_Witness] | None = None
+    _witness: weakref.ref[_Witness] | None = None
 
     def watch(self, ctx: Any) -> None:
         """Watch the node's context; called by its forward function."""
@@ -253,7 +252,8 @@ class _Linear(Call):
     ) -> None:
         super().__init__(kernels, value)
         self.function, self.there, self.back, self.read = function, there, back, read
-        self.watch(*read)
+        if read:
+            self.watch(*read)
         self.value: Tensor | None = value
 
     def run(self) -> Tensors:

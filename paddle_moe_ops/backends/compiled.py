@@ -279,15 +279,13 @@ class CompiledBackend:
     takes_lists = False
     operators = frozenset(OPERATORS) - {"grouped_gemm"}
     dtypes: ClassVar[dict[str, Any]] = {}
+    unavailable = staticmethod(_library_problem)
 
     def __init__(self) -> None:
         # Placeholders until the library is loaded; see csrc/paddle/direct.h.
         self.quick_permute = self.quick_unpermute = self.quick_unpermute_weighted = _declines
         self.quick_moe_permute = self.quick_moe_unpermute = self.quick_moe_unpermute_weighted = _declines
         self.quick_moe_mlp = _declines
-
-    def unavailable(self) -> str | None:
-        return _library_problem()
 
     def cannot_run_on(self, tensor: Tensor) -> str | None:
         without = gpus_without_kernels()
@@ -313,7 +311,8 @@ class CompiledBackend:
             _DUPLICATES[spec.duplicates],
             _CHECKS[spec.validation],
         )
-        _stop_gradients(*outputs[:5], *outputs[6:])
+        if not outputs[0].stop_gradient:
+            _stop_gradients(*outputs[:5], *outputs[6:])
         return tuple(outputs)
 
     def permute(self, x: Tensor, scale: Tensor | None, plan: Any, fill_padding: str) -> Tensors:
@@ -455,7 +454,8 @@ class CompiledBackend:
         checks, x = _CHECKS[validation], constant_if_float8(x)
         if probs is None:
             out, source_to_dest = _run("sort_chunks", x, split_sizes, order, checks, x.shape[1], x.dtype.value)
-            _stop_gradients(source_to_dest, *([out] if x.dtype in FLOAT8 else []))
+            if not out.stop_gradient:
+                _stop_gradients(source_to_dest, *([out] if x.dtype in FLOAT8 else []))
             return out, paddle.empty([0], "float32"), source_to_dest
         if x.dtype in FLOAT8 and not probs.stop_gradient:
             # no operator has both a float8 result and a differentiable one: see _moe_permute_float8_graph

@@ -430,8 +430,10 @@ def _over_ranks(
     is_first_microbatch: bool | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Expert outputs of this rank's tokens over all ranks, the experts' load and the number of dropped slots."""
-    with _checks.renaming("ExpertParallel.dispatch", "MoELayer"):
+    try:
         received = parallel.dispatch(tokens, ids, probs, capacity=capacity)
+    except (TypeError, ValueError) as error:
+        raise _checks.renamed(error, "ExpertParallel.dispatch", "MoELayer") from None
     if received.rows is not None:
         out = experts(received.rows, received.tokens_per_expert)
     else:

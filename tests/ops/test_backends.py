@@ -31,6 +31,7 @@ NO_GPU = "Triton kernels need an NVIDIA GPU, and this is a build of Paddle witho
 def without_library(monkeypatch):
     monkeypatch.setattr(compiled, "LIBRARY", Path("/nowhere/_C_pd_.so"))
     monkeypatch.setattr(compiled, "_library_problem", compiled._library_problem.__wrapped__)
+    monkeypatch.setattr(compiled.backend, "unavailable", compiled._library_problem)
 
 
 def raises(error, text):
