@@ -15,17 +15,18 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import paddle
+from numpy.typing import NDArray
 from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from .._graphs import beside, dense, filled
-from ..backends import compiled_backend, direct, resolve
+from .._quick import AMAX_MIN
+from ..backends import QuantizeSpec, compiled_backend, direct, resolve
 from ..backends.autograd import Call, Gradients, connect, linear
 from ..backends.base import Tensors
-from ..functional import permute, unpermute
-from ..quantization import dequantize_1x128, quantize_1x128
 from ..routing import Plan
 from .agreement import CALL_WORDS, Kind, LayerCall, Step, backward_step, is_gloo
 from .plans import Chunks
@@ -53,7 +54,7 @@ _TRAVEL = {
     "payload": (None, *_checks.QUANTIZE_FORMATS[1:]),
     "transport": ("auto", "alltoall", "gloo", "peer", "deepep"),
 }
-_TOKENS, _NOT_FINITE, _ABOUT = CALL_WORDS, CALL_WORDS + 1, CALL_WORDS + 2  # columns; those of experts come last
+_NOT_FINITE, _TOKENS, _ABOUT = CALL_WORDS, CALL_WORDS + 1, CALL_WORDS + 2  # columns; those of experts come last
 
 
 class Transport(Protocol):
@@ -183,15 +184,17 @@ class Scatters:
         self, payload: Tensor, sent: Sequence[int], received: Sequence[int], step: Step, function: str = _NAME
     ) -> Tensor:
         lines = _as_bytes(payload)
-        counts, words = self._rendezvous.call(function, lambda: self._counts_of_all(sent, step))
-        step.check(words)  # gloo terminates a process whose lines are longer than others
-        arrived = self._rendezvous.call(function, lambda: self._scattered(lines, sent, received, counts))
+        words, arrived = self._rendezvous.call(function, lambda: self._scattered(lines, sent, received, step))
+        step.check(words)
         return _from_bytes(paddle.concat(arrived), payload)
 
     def _scattered(
-        self, lines: Tensor, sent: Sequence[int], received: Sequence[int], counts_of_all: Sequence[Sequence[int]]
-    ) -> list[Tensor]:
-        """Return the lines from each rank."""
+        self, lines: Tensor, sent: Sequence[int], received: Sequence[int], step: Step
+    ) -> tuple[list[list[int]], list[Tensor]]:
+        """Return the words of each rank's step, and its lines; no lines if the ranks are in different calls."""
+        counts_of_all, words = self._counts_of_all(sent, step)
+        if any(each[:-1] != words[0][:-1] for each in words):
+            return words, []  # gloo terminates a process whose lines are longer than others
         arrived, width = [], lines.shape[1]
         for source, counts in enumerate(counts_of_all):
             most = max(counts)
@@ -200,7 +203,7 @@ class Scatters:
                 parts = _padded_parts(lines, sent, most) if source == self._group.rank else None
                 paddle.distributed.scatter(part, parts, src=self._group.ranks[source], group=self._group)
             arrived.append(part[: received[source]])
-        return arrived
+        return words, arrived
 
     def _counts_of_all(self, sent: Sequence[int], step: Step) -> tuple[list[list[int]], list[list[int]]]:
         """Return the numbers of lines from each rank to each, and the words of each rank's step."""
@@ -299,20 +302,22 @@ class Counts(NamedTuple):
     received: list[int]
     float8: str | None = None
 
-    def there(self, payload: Tensor, step: Step) -> Tensor:
-        """Send lines [sum(sent), ...] in a pass of a call, and return the received ones."""
-        return self.transport.exchange(payload, self.sent, self.received, step)
+    def there(self, step: Step) -> Callable[[Tensor], Tensor]:
+        """Return the function that sends lines [sum(sent), ...] in a pass of a call, and returns the received ones."""
+        return functools.partial(self.transport.exchange, sent=self.sent, received=self.received, step=step)
 
-    def tokens_there(self, tokens: Tensor, step: Step) -> Tensor:
+    def back(self, step: Step) -> Callable[[Tensor], Tensor]:
+        """Return the function that sends lines [sum(received), ...] the opposite way."""
+        return functools.partial(self.transport.exchange, sent=self.received, received=self.sent, step=step)
+
+    def send_tokens(self, tokens: Tensor, step: Step) -> Tensor:
         """Send tokens [sum(sent), d], as float8 if ``float8`` says so, and return the received ones."""
         if self.float8 is None:
-            return self.there(tokens, step)
-        codes, scales = quantize_1x128(tokens, ue8m0=self.float8 == _checks.UE8M0)
-        return dequantize_1x128(self.there(codes, step), self.there(scales, step), dtype=tokens.dtype)
-
-    def back(self, payload: Tensor, step: Step) -> Tensor:
-        """Send lines [sum(received), ...] the opposite way, and return the received ones."""
-        return self.transport.exchange(payload, self.received, self.sent, step)
+            return self.transport.exchange(tokens, self.sent, self.received, step)
+        spec, there = QuantizeSpec(self.float8 == _checks.UE8M0, "row", AMAX_MIN), self.there(step)
+        codes, scales = resolve("quantize_1x128", tokens).quantize_1x128(tokens, spec)
+        codes, scales = there(codes), there(scales)
+        return resolve("dequantize_1x128", codes).dequantize_1x128(codes, scales, "row", tokens.dtype)
 
 
 class _TokensAndProbs(Call):
@@ -327,26 +332,26 @@ class _TokensAndProbs(Call):
 
     def run(self) -> Tensors:
         (tokens, probs), self.payload = self.payload, ()
-        return self.counts.tokens_there(tokens, self.step), self.counts.there(probs, self.step)
+        counts = self.counts
+        arrived = counts.send_tokens(tokens, self.step)
+        return arrived, counts.transport.exchange(probs, counts.sent, counts.received, self.step)
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
+        d_tokens, d_probs = gradients
         step = backward_step(self.step.call, Kind.DISPATCH_BACKWARD)
-        there, back = _in(step, self.counts.there), _in(step, self.counts.back)
-        return tuple(linear(_DISPATCH, None, each, back, there) for each in gradients)
-
-
-def _in(step: Step, way: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
-    """Bind a step to ``way``, a direction of an exchange."""
-    return functools.partial(way, step=step)
+        there, back = self.counts.there(step), self.counts.back(step)
+        d_tokens = linear(_DISPATCH, None, d_tokens, back, there)
+        return d_tokens, linear(_DISPATCH, None, d_probs, back, there)
 
 
 def exchange(rows: Tensor, counts: Counts, step: Step) -> Tensor:
     """Send rows to their ranks; differentiable."""
 
     def back(gradient: Tensor) -> Tensor:
-        return counts.back(gradient, backward_step(step.call, Kind.COMBINE_BACKWARD))
+        back_step = backward_step(step.call, Kind.COMBINE_BACKWARD)
+        return counts.transport.exchange(gradient, counts.received, counts.sent, back_step)
 
-    return linear(_COMBINE, None, rows, _in(step, counts.there), back)
+    return linear(_COMBINE, None, rows, counts.there(step), back)
 
 
 def exchange_with_probs(tokens: Tensor, probs: Tensor, counts: Counts, step: Step) -> Tensors:
@@ -374,11 +379,14 @@ def rows_of_tokens(
     """
 
     def there(x: Tensor) -> Tensor:
-        return permute(tokens.tokens_there(permute(x, to_ranks)[0], step), local)[0]
+        backend = resolve("permute", x)
+        arrived = tokens.send_tokens(backend.permute(x, None, to_ranks, "all")[0], step)
+        return backend.permute(arrived, None, local, "all")[0]
 
     def back(gradient: Tensor) -> Tensor:
-        travelling = chunks.by_rank(gradient)
-        return unpermute(rows.there(travelling, backward_step(step.call, Kind.DISPATCH_BACKWARD)), plan)
+        back_step = backward_step(step.call, Kind.DISPATCH_BACKWARD)
+        returned = rows.transport.exchange(chunks.by_rank(gradient), rows.sent, rows.received, back_step)
+        return resolve("unpermute", returned).unpermute(returned, None, plan)
 
     return linear(_DISPATCH, None, x, there, back)
 
@@ -394,7 +402,7 @@ def say_that_this_rank_raises(transport: Transport, step: Step) -> None:
 
 def counts_of_ranks(
     x: Tensor, plan: Plan, to_ranks: Plan, transport: Transport, payload: str | None, step: Step, validate: bool | None
-) -> tuple[Counts, Counts, list[list[int]]]:
+) -> tuple[Counts, Counts, NDArray]:
     """Return the counts of tokens by rank, of the rows sent back, and the rows of [rank, local expert].
 
     The ranks exchange a few numbers once: the call, tokens, whether all are finite, and rows of each expert.
@@ -415,41 +423,42 @@ def counts_of_ranks(
     ranks = step.call.ranks
     size, num_local_experts = len(ranks), plan.num_experts // len(ranks)
     rows = plan.tokens_per_expert.reshape([size, num_local_experts])
-    words = paddle.to_tensor([step.words()] * size, dtype="int32", place=rows.place)
-    is_not_finite = filled([size, 1], 0, "int32", like=rows)
+    words, is_not_finite = step.words(), []
     if validate is True:
-        is_not_finite += beside((~paddle.isfinite(x).all()).astype("int32"), is_not_finite)
-    columns = [words, to_ranks.tokens_per_expert.unsqueeze(-1), is_not_finite, rows]
-    if step.call.layer.most_experts > num_local_experts:  # so that messages of all layers have one size
-        more = step.call.layer.most_experts - num_local_experts
+        here = beside((~paddle.isfinite(x).all()).astype("int32"), rows)
+        is_not_finite.append(filled([size, 1], 0, "int32", like=rows) + here)
+    else:
+        words.append(0)
+    words_of_ranks = paddle.to_tensor([words] * size, dtype="int32", place=rows.place)
+    columns = [words_of_ranks, *is_not_finite, to_ranks.tokens_per_expert.unsqueeze(-1), rows]
+    more = step.call.layer.most_experts - num_local_experts
+    if more > 0:  # so that messages of all layers have one size
         columns.append(filled([size, more], 0, "int32", like=rows))
     message = paddle.concat(columns, axis=1)
     own, told = _read(paddle.stack([message, transport.exchange_numbers(message, step)]), step.call)
-    step.check([each[:CALL_WORDS] for each in told])
-    bad = [rank for rank, each in zip(ranks, told, strict=True) if each[_NOT_FINITE]]
-    if bad:
+    if not step.is_checked:
+        step.check(told[:, :CALL_WORDS].tolist())
+    if told[:, _NOT_FINITE].any():
+        bad = np.array(ranks)[told[:, _NOT_FINITE] > 0].tolist()
         _checks.bad_value(_DISPATCH, "x", "finite on all ranks", f"NaN or infinity on ranks {bad}")
     last = _ABOUT + num_local_experts
-    of_experts = [each[_ABOUT:last] for each in told]
-    of_tokens = Counts(transport, [each[_TOKENS] for each in own], [each[_TOKENS] for each in told], payload)
-    of_rows = Counts(transport, [sum(each) for each in of_experts], [sum(each[_ABOUT:last]) for each in own])
+    of_experts = told[:, _ABOUT:last]
+    of_tokens = Counts(transport, own[:, _TOKENS].tolist(), told[:, _TOKENS].tolist(), payload)
+    of_rows = Counts(transport, of_experts.sum(axis=1).tolist(), own[:, _ABOUT:last].sum(axis=1).tolist())
     return of_tokens, of_rows, of_experts
 
 
-def _read(numbers: Tensor, call: LayerCall) -> list[list[list[int]]]:
+def _read(numbers: Tensor, call: LayerCall) -> NDArray:
     """Read the numbers [own or received, rank, column], and check the codes on the device since the last dispatch.
 
     The host waits once, in this function.
     """
-    unread = call.unread or []
-    if not unread:
-        return numbers.tolist()
-    passes = list(unread)
-    unread.clear()
-    flat = paddle.concat([numbers.flatten().astype("int64"), *(codes for _, codes in passes)]).tolist()
-    ranks, first = len(call.ranks), numbers.size
-    for number, (step, _) in enumerate(passes):
-        step.check_codes(flat[first + number * ranks : first + (number + 1) * ranks])
-    columns = numbers.shape[2]
-    lines = [flat[begin : begin + columns] for begin in range(0, first, columns)]
-    return [lines[:ranks], lines[ranks:]]
+    if not call.unread:
+        return numbers.numpy()
+    passes = list(call.unread)
+    call.unread.clear()
+    read = paddle.concat([numbers.flatten().astype("int64"), *(codes for _, codes in passes)]).numpy()
+    codes_of_passes = read[numbers.size :].reshape([len(passes), -1]).tolist()
+    for (step, _), codes in zip(passes, codes_of_passes, strict=True):
+        step.check_codes(codes)
+    return read[: numbers.size].reshape(numbers.shape)

@@ -18,7 +18,6 @@ from .._graphs import GraphValue, beside, context_manager, public
 from ..backends import RouteSpec, resolve
 from ..backends.autograd import wants_gradient
 from ..backends.base import Validation
-from ..functional import permute
 from ..routing import Plan, planned, route, row_probs
 from .agreement import Kind, LayerCall, Mode, Step, agree, combine_step, group_of, number_of_layer
 from .alltoall import (
@@ -239,8 +238,6 @@ class ExpertParallel:
             RuntimeError: a rank did not arrive in time (see ``timeout``), or raised one of these errors (not reported
                 with ``tokens_per_rank`` or "deepep"); this object was closed, or its group destroyed.
         """
-        with telling_of_errors(self):
-            copy = _checks.flag(_DISPATCH, "copy", copy)
         return _dispatch(x, ids, probs, self, capacity, validate, copy)
 
     def combine(self, out: Tensor, received: Received) -> Tensor:
@@ -345,7 +342,7 @@ def _dispatch(
     if ep._peers is not None:
         return _dispatch_to_peers(x, ids, probs, ep, ep._peers, capacity, validate, copy)
     with telling_of_errors(ep):
-        _check_arguments(x, ids, probs)
+        _check_arguments(x, ids, probs, copy)
         plan = _plan(ids, probs, ep, capacity, validate)
     # without a capacity all ids are kept, and other values are sent to no rank; int64 may not fit
     kept = ids if capacity is None and ids.dtype == paddle.int32 else kept_ids(ids, plan)
@@ -355,26 +352,28 @@ def _dispatch(
     to_ranks = plan_of_ranks(kept, ep.group.nranks, ep.num_local_experts, None)
     tokens, rows, of_experts = counts_of_ranks(x, plan, to_ranks, ep._transport, ep.payload, step, validate)
     ep._calls += 1
-    to_ranks, plan = trimmed(to_ranks, sum(tokens.sent)), trimmed(plan, sum(rows.received))
-    local_ids = beside(tokens.there(local_ids_of(kept, to_ranks, ep.num_local_experts, has_gaps=False), step), x)
-    local = local_plan(local_ids, ep.num_local_experts, sum(rows.sent))
+    to_ranks = trimmed(to_ranks, sum(tokens.sent))
+    sent_ids = local_ids_of(kept, to_ranks, ep.num_local_experts, has_gaps=False)
+    arrived_ids = beside(ep._transport.exchange(sent_ids, tokens.sent, tokens.received, step), x)
+    local = local_plan(arrived_ids, ep.num_local_experts, sum(rows.sent))
     common: dict[str, Any] = {
         "plan": local,
-        "tokens_per_expert": [sum(counts) for counts in zip(*of_experts, strict=True)],
+        "tokens_per_expert": of_experts.sum(axis=0).tolist(),
         "routed_per_expert": plan.routed_per_expert,
         "dropped_slots": plan.overflow,
     }
     if ep.combines == "reduced":
         return _received_tokens(x, probs, to_ranks, tokens, ep, step, common)
-    chunks = chunks_of(of_experts, like=x)
+    chunks, plan = chunks_of(of_experts, like=x), trimmed(plan, sum(rows.received))
     made = rows_of_tokens(x, plan, to_ranks, tokens, local, chunks, rows, step)
     back = _WayBack(rows, chunks, plan, row_probs(probs, plan), step.call)
     return Received(rows=made, tokens=None, probs=None, _way_back=back, **common)
 
 
-def _check_arguments(x: Tensor, ids: Tensor, probs: Tensor) -> None:
-    """Check the tensors of `dispatch`."""
-    _checks.tensor(_DISPATCH, "x", x, _checks.SUM_DTYPES, ["num_tokens", "hidden"])
+def _check_arguments(x: Tensor, ids: Tensor, probs: Tensor, copy: bool) -> None:
+    """Check the arguments of `dispatch`."""
+    _checks.flag(_DISPATCH, "copy", copy)
+    _checks.rows(_DISPATCH, "x", x, _checks.SUM_DTYPES, "num_tokens")
     if isinstance(x, GraphValue):
         _checks.bad_value(_DISPATCH, "x", "a tensor; exchanges run in dygraph only", "a value of a static graph")
     _checks.tensor(_DISPATCH, "ids", ids, _checks.ID_DTYPES, [x.shape[0], "topk"])
@@ -386,13 +385,15 @@ def _plan(ids: Tensor, probs: Tensor, ep: ExpertParallel, capacity: int | None, 
     """Return the plan of this rank's tokens over all experts; ids and probs are checked."""
     slots = ids.shape[0] * ids.shape[1]
     to_check = probs.detach() if validate is True else None
-    with _checks.renaming("route", _DISPATCH, routing="ids"):
+    try:
         if capacity is not None or not 0 < slots < 2**31:
             options: dict[str, Any] = {"buffer_size": slots, "capacity": capacity, "validate": validate}
             return route(ids, to_check, num_experts=ep.num_experts, **options)
         validation = _checks.validation("route", validate, ids)
         spec = RouteSpec(ep.num_experts, -1, 1, None, slots, "first", validation)
         return planned(ids, to_check, None, None, spec)
+    except (TypeError, ValueError) as error:
+        raise _checks.renamed(error, "route", _DISPATCH, routing="ids") from None
 
 
 def _dispatch_equal_parts(
@@ -402,7 +403,7 @@ def _dispatch_equal_parts(
     equal = [ep.tokens_per_rank or 0] * ep.group.nranks
     tokens = Counts(ep._transport, equal, equal, ep.payload)
     parts = equal_parts(ids, probs, ep.group.nranks, ep.num_local_experts, ep.tokens_per_rank or 0, like=x)
-    arrived_ids = beside(tokens.there(parts.ids, step), x)
+    arrived_ids = beside(ep._transport.exchange(parts.ids, equal, equal, step), x)
     ep._calls += 1
     most = arrived_ids.shape[0] * min(arrived_ids.shape[1], ep.num_local_experts)
     local = local_plan(arrived_ids, ep.num_local_experts, most)
@@ -426,7 +427,7 @@ def _dispatch_to_peers(
     copy: bool,
 ) -> Received:
     """Write tokens to the ranks of their experts; with `Peers` sizes are the same in every call."""
-    _check_arguments(x, ids, probs)
+    _check_arguments(x, ids, probs, copy)
     step = ep._dispatch_step(x, ids, probs, copy)
     if isinstance(peers, Peers) and ep.combines == "reduced" and capacity is None:
         if ids.shape[1] == 0 or _checks.validation(_DISPATCH, validate, ids) is not Validation.OFF:
@@ -474,7 +475,8 @@ def _tokens_of_peers(got: Any, peers: Peers | DeepEP, ep: ExpertParallel, routed
 def _received_tokens(
     x: Tensor, probs: Tensor, to_ranks: Plan, tokens: Counts, ep: ExpertParallel, step: Step, common: dict[str, Any]
 ) -> Received:
-    sent = permute(x, to_ranks)[0], permute(probs, to_ranks)[0]
+    backend = resolve("permute", x)
+    sent = backend.permute(x, None, to_ranks, "all")[0], backend.permute(probs, None, to_ranks, "all")[0]
     arrived, their_probs = exchange_with_probs(*sent, tokens, step)
     back = _WayBack(Counts(ep._transport, tokens.received, tokens.sent), None, to_ranks, None, step.call)
     return Received(rows=None, tokens=arrived, probs=their_probs, _way_back=back, **common)
@@ -484,15 +486,14 @@ def _received_tokens(
 def _combine(out: Tensor, received: Received) -> Tensor:
     name, back = f"{_NAME}.combine", received._way_back
     if isinstance(back, _WayBackToPeers):
-        lines, what = back.num_lines, _OF_TOKENS if back.plan is None else _OF_ROWS
-        _checks.tensor(name, "out", out, _checks.SUM_DTYPES, [lines, "hidden"], f"[{lines}, hidden], {what}")
+        what = _OF_TOKENS if back.plan is None else _OF_ROWS
+        _checks.rows(name, "out", out, _checks.SUM_DTYPES, back.num_lines, f", {what}")
         if back.plan is None or isinstance(back.peers, DeepEP):
             return back.peers.combine(out, back.trip)
         rows = back.peers.combine_rows(out, back.trip)
     else:
-        lines = sum(back.counts.sent)
         what = _OF_ROWS if back.chunks is not None else _OF_TOKENS
-        _checks.tensor(name, "out", out, _checks.SUM_DTYPES, [lines, "hidden"], f"[{lines}, hidden], {what}")
+        _checks.rows(name, "out", out, _checks.SUM_DTYPES, sum(back.counts.sent), f", {what}")
         travelling = out if back.chunks is None else back.chunks.by_rank(out)
         rows = exchange(travelling, back.counts, combine_step(back.call, out))
     return resolve("unpermute", rows).unpermute(rows, back.weights, back.plan)

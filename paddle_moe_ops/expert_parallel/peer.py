@@ -20,6 +20,7 @@ from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from .._graphs import filled
+from .._quick import AMAX_MIN
 from ..backends import direct, resolve
 from ..backends.autograd import Call, Gradients, connect, first_order_only, linear
 from ..backends.base import Tensors
@@ -34,7 +35,6 @@ __all__ = ["Peers"]
 _MOST_STEPS = 256  # maximum of pages for a whole number of rows
 _GROUP_COLUMNS, _PACKED_SCALES = 128, 4  # of float8
 _DISPATCH, _COMBINE = "ExpertParallel.dispatch", "ExpertParallel.combine"
-_AMAX_MIN = 1e-4  # of `quantize_1x128`
 
 
 class TokenSlot(NamedTuple):
@@ -289,7 +289,7 @@ def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, step: St
     try:
         arrivals = channel.arrivals(slot.beside, step)
         if is_float8:
-            (scales,) = direct("rank_quantize", x, token_rows, *row_to_token, slot.codes_of_peers, ue8m0, _AMAX_MIN)
+            (scales,) = direct("rank_quantize", x, token_rows, *row_to_token, slot.codes_of_peers, ue8m0, AMAX_MIN)
             direct("rank_put", scales, slot.scales_of_peers, channel.rows_per_rank)
         elif step.call.copies:
             tokens = slot.rows.send(x, token_rows, OwnRows.TO_NEW_MEMORY, leaves_room=True)

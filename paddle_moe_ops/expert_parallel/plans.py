@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import paddle
+from numpy.typing import NDArray
 from paddle import Tensor
 
 from .._graphs import beside, filled, numbers_of
 from ..backends import RouteSpec, Validation, compiled_backend, direct, resolve
-from ..functional import sort_chunks
 from ..routing import Plan, planned
 
 __all__ = [
@@ -68,7 +69,8 @@ def plan_of_ranks(ids: Tensor, num_ranks: int, experts_of_rank: int, capacity: i
 
 def trimmed(plan: Plan, num_rows: int) -> Plan:
     """Return the plan with a buffer of the first ``num_rows`` rows only."""
-    return plan._replace(**{name: getattr(plan, name)[:num_rows] for name in _BY_ROW}, num_rows=num_rows)
+    token, slot, expert = plan.row_to_token[:num_rows], plan.row_to_slot[:num_rows], plan.row_to_expert[:num_rows]
+    return plan._replace(row_to_token=token, row_to_slot=slot, row_to_expert=expert, num_rows=num_rows)
 
 
 class Chunks(NamedTuple):
@@ -84,7 +86,7 @@ class Chunks(NamedTuple):
 
     def by_rank(self, rows: Tensor) -> Tensor:
         """Return the rows in the order in which they are sent; differentiable."""
-        return sort_chunks(rows, self.sizes, self.to_ranks)[0]
+        return resolve("sort_chunks", rows).sort_chunks(rows, None, self.sizes, self.to_ranks, Validation.OFF)[0]
 
 
 class EqualParts(NamedTuple):
@@ -195,13 +197,11 @@ def local_ids_of(ids: Tensor, to_ranks: Plan, experts_of_rank: int, *, has_gaps:
     return paddle.where(is_here, local, paddle.full_like(local, -1))
 
 
-def chunks_of(of_experts: list[list[int]], like: Tensor) -> Chunks:
+def chunks_of(of_experts: NDArray, like: Tensor) -> Chunks:
     """Return the chunks of the rows of [rank, local expert], on the device of ``like``."""
-    size, experts = len(of_experts), len(of_experts[0])
-    sizes = [of_experts[rank][expert] for expert in range(experts) for rank in range(size)]
-    order = [expert * size + rank for rank in range(size) for expert in range(experts)]
-    made = (paddle.to_tensor(each, dtype="int32", place=like.place) for each in (sizes, order))
-    return Chunks(*made)
+    sizes = of_experts.T.astype(np.int32).flatten()
+    order = np.arange(sizes.size, dtype=np.int32).reshape(of_experts.T.shape).T.flatten()
+    return Chunks(paddle.to_tensor(sizes, place=like.place), paddle.to_tensor(order, place=like.place))
 
 
 def kept_ids(ids: Tensor, plan: Plan) -> Tensor:

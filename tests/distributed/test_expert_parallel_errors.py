@@ -111,10 +111,12 @@ def bad_arguments() -> list[str]:
         caught(lambda: ExpertParallel(4, payload="fp8")),
         caught(lambda: ExpertParallel(4, group=[0, 1])),
         caught(lambda: ep.dispatch(x.flatten(), ids, probs)),
+        caught(lambda: ep.dispatch(x[:, :0], ids, probs)),
         caught(lambda: ep.dispatch(x, ids[:1], probs)),
         caught(lambda: ep.dispatch(x, ids, probs.astype("float64"))),
         caught(lambda: ep.combine(received.rows, None)),
         caught(lambda: ep.combine(received.rows[1:], received)),
+        caught(lambda: ep.combine(received.rows[:, :0], received)),
         caught(lambda: MoELayer(2, 3, 4, 1, group=paddle.distributed.get_group(0), compute="fp8_1x128")),
         caught(
             lambda: shard_state_dict(
@@ -139,10 +141,12 @@ def test_bad_arguments_raise_what_is_wrong():
         "ValueError: ExpertParallel: payload must be one of None, 'fp8_1x128', 'fp8_1x128_ue8m0', but got 'fp8'",
         "TypeError: ExpertParallel: group must be a group of paddle.distributed, or None, but got list",
         "ValueError: ExpertParallel.dispatch: x must be of shape [num_tokens, hidden], but got [4]",
+        "ValueError: ExpertParallel.dispatch: x must be of shape [num_tokens, hidden] with hidden >= 1, but got [2, 0]",
         "ValueError: ExpertParallel.dispatch: ids must be of shape [2, topk], but got [1, 2]",
         "TypeError: ExpertParallel.dispatch: probs must be of dtype float32, but got float64",
         "TypeError: ExpertParallel.combine: received must be what dispatch returned, but got NoneType",
         "ValueError: ExpertParallel.combine: out must be of shape [4, hidden], the rows of received, but got [3, 2]",
+        "ValueError: ExpertParallel.combine: out must be of shape [4, hidden] with hidden >= 1, but got [4, 0]",
         "ValueError: MoELayer: compute must be None with combine=\"exact\" between ranks, but got 'fp8_1x128'",
         "ValueError: shard_state_dict: state['experts.down'] must be of shape [4, 3, 2], the experts of 2 ranks, "
         "but got [3, 3, 2]",

@@ -72,9 +72,9 @@ class Apart:
     def __init__(self, transport: Any, reads: Reads) -> None:
         self._transport, self._reads = transport, reads
 
-    def exchange(self, *arguments: Any) -> paddle.Tensor:
+    def exchange(self, *arguments: Any, **options: Any) -> paddle.Tensor:
         with self._reads.apart():
-            return self._transport.exchange(*arguments)
+            return self._transport.exchange(*arguments, **options)
 
     def exchange_numbers(self, *arguments: Any) -> paddle.Tensor:
         with self._reads.apart():
