@@ -1,50 +1,50 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""All-to-all exchanges with uneven parts, and their gradients.
+"""Dispatch and combine by exchanges of lines with uneven parts, the plans of tokens over ranks, and the gradients.
 
-A transport sends the lines of a tensor as bits, so it supports any dtype, including float8. Sent and received parts are
-in the order of the ranks. All ranks of a group run the same exchanges in the same order. A backward pass sends every
-line's gradient back to the rank of the line. So every rank must run it, even a rank that sent and received nothing.
+A backward pass sends every line's gradient back to the rank of the line. So every rank must run it, even a rank that
+sent and received nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
 from numpy.typing import NDArray
 from paddle import Tensor
-from paddle.distributed.communication.group import Group
 
 from .. import _checks
-from .._graphs import beside, dense, filled
+from .._graphs import beside, filled, numbers_of
 from .._quick import AMAX_MIN
-from ..backends import QuantizeSpec, compiled_backend, direct, resolve
+from ..backends import QuantizeSpec, RouteSpec, Validation, compiled_backend, direct, resolve
 from ..backends.autograd import Call, Gradients, connect, linear
 from ..backends.base import Tensors
-from ..routing import Plan
-from .agreement import CALL_WORDS, Kind, LayerCall, Step, backward_step, is_gloo
-from .plans import Chunks
-from .rendezvous import Rendezvous, checked_timeout
+from ..routing import Plan, planned
+from .agreement import CALL_WORDS, Kind, LayerCall, Step, backward_step
+from .peer import HEADER
+from .transports import Transport, checked_timeout
 
 __all__ = [
-    "AllToAll",
-    "Alone",
     "Chunks",
     "Counts",
-    "Scatters",
     "check_travel",
+    "chunks_of",
     "counts_of_ranks",
+    "equal_parts",
     "exchange",
-    "exchange_with_probs",
+    "kept_ids",
+    "local_ids_of",
+    "local_plan",
+    "plan_of_ranks",
     "rows_of_tokens",
     "say_that_this_rank_raises",
-    "transport_for",
+    "tokens_and_probs",
+    "trimmed",
 ]
 
 _NAME = "ExpertParallel"
@@ -55,173 +55,7 @@ _TRAVEL = {
     "transport": ("auto", "alltoall", "gloo", "peer", "deepep"),
 }
 _NOT_FINITE, _TOKENS, _ABOUT = CALL_WORDS, CALL_WORDS + 1, CALL_WORDS + 2  # columns; those of experts come last
-
-
-class Transport(Protocol):
-    """A way to exchange lines between the ranks of one group."""
-
-    def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int], step: Step) -> Tensor:
-        """Send each rank its lines, and receive those for this rank.
-
-        Args:
-            payload: [sum(sent), ...], contiguous; lines for rank 0, then for rank 1, ...
-            sent: number of lines for each rank, this one included.
-            received: number of lines from each rank, this one included.
-            step: the pass of the exchange, which is compared between ranks.
-
-        Returns:
-            [sum(received), ...] in the order of the ranks, dtype and place of the payload. If the device finds that
-            ranks are in different calls, floating-point numbers are NaN.
-
-        Raises:
-            RuntimeError: a rank did not answer, or the host finds that ranks are in different calls.
-        """
-
-    def exchange_numbers(self, numbers: Tensor, step: Step) -> Tensor:
-        """Send each rank its line, and receive those for this rank; the host waits, for a limited time.
-
-        Args:
-            numbers: int32 [P, ...], contiguous.
-            step: as above; if the host compares it later, it is part of the numbers.
-
-        Returns:
-            the same shape.
-
-        Raises:
-            RuntimeError: a rank did not answer, or did not arrive in time.
-        """
-
-
-class Alone:
-    """The transport of a group of one rank."""
-
-    def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int], step: Step) -> Tensor:
-        return payload.detach().clone()
-
-    def exchange_numbers(self, numbers: Tensor, step: Step) -> Tensor:
-        return numbers.clone()
-
-
-class AllToAll:
-    """The transport by `paddle.distributed.alltoall_single`, for NCCL and every other backend that supports it.
-
-    The host reads only the counts of lines. So ranks exchange a code of the pass before its first lines, and the device
-    compares the codes. Adding the code as a line of the payload would copy the payload.
-
-    Args:
-        group: the participating ranks.
-        timeout: seconds that the host waits for the others, in exchanges that wait.
-    """
-
-    def __init__(self, group: Group, timeout: float) -> None:
-        self._group, self._rendezvous = group, Rendezvous(group, timeout)
-
-    def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int], step: Step) -> Tensor:
-        lines, rank = _as_bytes(payload), self._group.rank
-        codes = self._codes_of(step)
-        width = lines.shape[1]
-        if width == 0:
-            return _from_bytes(filled([sum(received), 0], 0, lines.dtype, like=lines), payload)
-        # Custom devices have no empty tensors. If nothing is sent or received, this rank sends a line to itself.
-        spare = int(sum(sent) == 0 or sum(received) == 0)
-        sent, received = list(sent), list(received)
-        if spare:
-            before, own = sum(sent[:rank]), paddle.zeros([1, width], lines.dtype)
-            lines = paddle.concat([each for each in (lines[:before], own, lines[before:]) if each.shape[0]])
-            sent[rank], received[rank] = sent[rank] + 1, received[rank] + 1
-        out = paddle.zeros([sum(received), width], lines.dtype)
-        with self._rendezvous.naming_ranks(_NAME):
-            paddle.distributed.alltoall_single(
-                out, lines, in_split_sizes=sent, out_split_sizes=received, group=self._group
-            )
-        if spare:
-            before = sum(received[:rank])
-            parts = [each for each in (out[:before], out[before + 1 :]) if each.shape[0]]
-            out = paddle.concat(parts) if parts else filled([0, width], 0, out.dtype, like=out)
-        arrived = _from_bytes(out, payload)
-        return arrived if codes is None else _spoiled(arrived, codes, step.code())
-
-    def _codes_of(self, step: Step) -> Tensor | None:
-        """The codes of all ranks, on the device; None if the host knows that they are equal."""
-        if step.is_checked or step.codes is not None:
-            return step.codes
-        own = paddle.full([self._group.nranks], step.code(), "int64")
-        step.codes = paddle.empty_like(own)
-        with self._rendezvous.naming_ranks(_NAME):
-            paddle.distributed.alltoall_single(step.codes, own, group=self._group)
-        if step.call.unread is not None:
-            step.call.unread.append((step, step.codes))
-        return step.codes
-
-    def exchange_numbers(self, numbers: Tensor, step: Step) -> Tensor:
-        out = paddle.empty_like(numbers)
-        with self._rendezvous.naming_ranks(_NAME):
-            task = paddle.distributed.alltoall_single(out, numbers, group=self._group, sync_op=False)
-        self._rendezvous.wait(_DISPATCH, task)
-        return out
-
-
-class Scatters:
-    """The transport by a scatter from each rank, one after another, for gloo, which has no all-to-all.
-
-    The parts of one scatter have one size, so smaller ones are padded. Send and receive are no alternative: gloo
-    matches them by a counter of each rank, which works only between two ranks. With gloo the host waits in every
-    exchange, so each exchange has a time limit.
-
-    Args:
-        group: the participating ranks.
-        timeout: seconds that the host waits for the others.
-    """
-
-    def __init__(self, group: Group, timeout: float) -> None:
-        self._group, self._rendezvous = group, Rendezvous(group, timeout)
-
-    def exchange_numbers(self, numbers: Tensor, step: Step) -> Tensor:
-        ones = [1] * self._group.nranks
-        return self.exchange(numbers, ones, ones, step, _DISPATCH)
-
-    def exchange(
-        self, payload: Tensor, sent: Sequence[int], received: Sequence[int], step: Step, function: str = _NAME
-    ) -> Tensor:
-        lines = _as_bytes(payload)
-        words, arrived = self._rendezvous.call(function, lambda: self._scattered(lines, sent, received, step))
-        step.check(words)
-        return _from_bytes(paddle.concat(arrived), payload)
-
-    def _scattered(
-        self, lines: Tensor, sent: Sequence[int], received: Sequence[int], step: Step
-    ) -> tuple[list[list[int]], list[Tensor]]:
-        """Return the words of each rank's step, and its lines; no lines if the ranks are in different calls."""
-        counts_of_all, words = self._counts_of_all(sent, step)
-        if any(each[:-1] != words[0][:-1] for each in words):
-            return words, []  # gloo terminates a process whose lines are longer than others
-        arrived, width = [], lines.shape[1]
-        for source, counts in enumerate(counts_of_all):
-            most = max(counts)
-            part = filled([most, width], 0, lines.dtype, like=lines)
-            if most * width:
-                parts = _padded_parts(lines, sent, most) if source == self._group.rank else None
-                paddle.distributed.scatter(part, parts, src=self._group.ranks[source], group=self._group)
-            arrived.append(part[: received[source]])
-        return words, arrived
-
-    def _counts_of_all(self, sent: Sequence[int], step: Step) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the numbers of lines from each rank to each, and the words of each rank's step."""
-        told: list[Tensor] = []
-        own, ranks = paddle.to_tensor([*sent, *step.words()], dtype="int64"), len(sent)
-        paddle.distributed.all_gather(told, own, group=self._group)
-        numbers = [each.tolist() for each in told]
-        return [each[:ranks] for each in numbers], [each[ranks:] for each in numbers]
-
-
-def _padded_parts(lines: Tensor, sent: Sequence[int], most: int) -> list[Tensor]:
-    """Return the parts for all ranks, padded to ``most`` lines each."""
-    parts, first = [], 0
-    for count in sent:
-        padding = filled([most - count, lines.shape[1]], 0, lines.dtype, like=lines)
-        parts.append(paddle.concat([lines[first : first + count], padding]))
-        first += count
-    return parts
+_BY_ROW = ("row_to_token", "row_to_slot", "row_to_expert")
 
 
 def check_travel(function: str, *, tokens_per_rank: Any, timeout: Any, **given: Any) -> tuple[int | None, float]:
@@ -245,46 +79,182 @@ def check_travel(function: str, *, tokens_per_rank: Any, timeout: Any, **given: 
     return tokens_per_rank, checked_timeout(function, timeout)
 
 
-def transport_for(name: str, group: Group, timeout: float) -> Transport:
-    """Return the transport of a group by its name.
+def local_plan(ids: Tensor, num_experts: int, num_rows: int | None = None) -> Plan:
+    """Return the plan of received tokens.
 
     Args:
-        name: "alltoall", "gloo" or "auto", which is "gloo" if gloo connects the ranks and otherwise "alltoall".
-        group: the participating ranks.
-        timeout: seconds that the host waits for the others.
+        ids: int32 [R, K], counted from the first expert of this rank, -1 for experts of other ranks.
+        num_experts: of this rank.
+        num_rows: rows of the plan. None: on a CPU as many as there are, on a GPU one for each slot, so that the host
+            does not wait for a count.
     """
-    if group.nranks == 1:
-        return Alone()
-    if name == "auto":
-        name = "gloo" if is_gloo(group) else "alltoall"
-    return Scatters(group, timeout) if name == "gloo" else AllToAll(group, timeout)
+    if num_rows is None:
+        num_rows = -1 if ids.place.is_cpu_place() else ids.shape[0] * min(ids.shape[1], num_experts)
+    return planned(ids, None, None, None, RouteSpec(num_experts, -1, 1, None, num_rows, "first", Validation.OFF))
 
 
-def _spoiled(arrived: Tensor, codes: Tensor, code: int) -> Tensor:
-    """Return the received lines, NaN if ranks were in different calls. Ids and float8 codes stay; scales are NaN."""
-    if arrived.dtype not in _checks.SUM_DTYPES or arrived.size == 0:
-        return arrived
-    if resolve("permute", arrived) is compiled_backend:
-        return direct("rank_spoil", arrived, codes, code)[0]
-    nan = filled([1], float("nan"), arrived.dtype, like=arrived)
-    return paddle.where((codes != code).any(), nan, arrived)
+def plan_of_ranks(ids: Tensor, num_ranks: int, experts_of_rank: int, capacity: int | None) -> Plan:
+    """Return a plan over ranks instead of experts: a token has one row for each rank with one of its experts.
+
+    The plan has the maximal number of rows, so the host does not wait for the actual one.
+
+    Args:
+        ids: int32 [T, K], experts of each token, -1 for none.
+        num_ranks: P.
+        experts_of_rank: E / P.
+        capacity: the maximum of tokens per rank, or None.
+    """
+    num_tokens, topk = ids.shape
+    if num_tokens == 0:
+        mask = filled([0, num_ranks], False, "bool", like=ids)
+    else:
+        rank = ids // experts_of_rank  # rounds down, so negative ids stay negative
+        mask = (rank.unsqueeze(-1) == paddle.arange(num_ranks, dtype="int32")).any(axis=1)
+    buffer_size = num_tokens * min(num_ranks, topk)
+    spec = RouteSpec(num_ranks, num_ranks, 1, None, buffer_size, "first", Validation.OFF)
+    return planned(mask, None, None, capacity, spec)
 
 
-def _as_bytes(payload: Tensor) -> Tensor:
-    """Return the lines as bytes, [lines, bytes of a line]."""
-    lines, width = payload.shape[0], math.prod(payload.shape[1:])
-    if lines * width == 0:
-        return filled([lines, width * payload.element_size()], 0, paddle.uint8, like=payload)
-    flat = dense(payload.detach()).reshape([lines, width])
-    return flat if flat.dtype == paddle.uint8 else flat.view(paddle.uint8)
+def trimmed(plan: Plan, num_rows: int) -> Plan:
+    """Return the plan with a buffer of the first ``num_rows`` rows only."""
+    token, slot, expert = plan.row_to_token[:num_rows], plan.row_to_slot[:num_rows], plan.row_to_expert[:num_rows]
+    return plan._replace(row_to_token=token, row_to_slot=slot, row_to_expert=expert, num_rows=num_rows)
 
 
-def _from_bytes(lines: Tensor, like: Tensor) -> Tensor:
-    shape = [lines.shape[0], *like.shape[1:]]
-    if lines.size == 0:
-        return filled(shape, 0, like.dtype, like=like)
-    typed = lines if like.dtype == paddle.uint8 else lines.view(like.dtype)
-    return typed.reshape(shape)
+class Chunks(NamedTuple):
+    """The rows of the local experts in chunks, one for each expert and rank.
+
+    Attributes:
+        sizes: int32 [C], rows of each chunk in the order (expert, rank), which is that of the local plan.
+        to_ranks: int32 [C], the chunks in the order (rank, expert), in which they are sent.
+    """
+
+    sizes: Tensor
+    to_ranks: Tensor
+
+    def by_rank(self, rows: Tensor) -> Tensor:
+        """Return the rows in the order in which they are sent; differentiable."""
+        return resolve("sort_chunks", rows).sort_chunks(rows, None, self.sizes, self.to_ranks, Validation.OFF)[0]
+
+
+class EqualParts(NamedTuple):
+    """The lines of an exchange in which each rank sends the same number of lines, S, to each.
+
+    Attributes:
+        to_ranks: a plan for `permute` and `unpermute`, whose row p * S + i is line i for rank p.
+        ids: int32 [P * S, K] of the lines, counted from the first expert of their rank; ids outside its range are not
+            experts of that rank.
+        dropped: 0-D int32, slots whose token exceeded S.
+    """
+
+    to_ranks: Plan
+    ids: Tensor
+    dropped: Tensor
+
+
+def equal_parts(
+    ids: Tensor, probs: Tensor, num_ranks: int, experts_of_rank: int, rows_of_rank: int, like: Tensor
+) -> EqualParts:
+    """Return S lines for each rank with the tokens for its experts.
+
+    Args:
+        ids: int32 [T, K], experts of each token, -1 for none.
+        probs: float32 [T, K].
+        num_ranks: P.
+        experts_of_rank: E / P.
+        rows_of_rank: S.
+        like: a tensor on the device of the maps.
+    """
+    if resolve("route", ids) is compiled_backend:
+        return _equal_parts_by_operators(ids, probs, num_ranks, experts_of_rank, rows_of_rank)
+    to_ranks = spread(plan_of_ranks(ids, num_ranks, experts_of_rank, rows_of_rank), rows_of_rank, like)
+    local = local_ids_of(ids, to_ranks, experts_of_rank, has_gaps=True)
+    dropped = ((ids >= 0).sum() - (local >= 0).sum()).astype("int32")
+    return EqualParts(to_ranks, local, dropped)
+
+
+def _equal_parts_by_operators(
+    ids: Tensor, probs: Tensor, num_ranks: int, experts_of_rank: int, rows_of_rank: int
+) -> EqualParts:
+    """As `equal_parts`, by the operators of transport="peer" with this rank in place of every other rank."""
+    topk, num_rows, num_experts = ids.shape[1], num_ranks * rows_of_rank, num_ranks * experts_of_rank
+    records = filled([num_ranks, HEADER + 8 * rows_of_rank * topk], 0, "uint8", like=ids)
+    sizes = experts_of_rank, rows_of_rank, rows_of_rank
+    token_rows, dropped, routed, row_to_token = direct("rank_plan", ids, probs, records, *sizes, True)
+    of_lines = direct("rank_records", records, topk, rows_of_rank, 0, num_experts)[0]
+    first = (paddle.arange(num_ranks, dtype="int32") * experts_of_rank).unsqueeze(-1)
+    local = (of_lines.reshape([num_ranks, rows_of_rank * topk]) - first).reshape([num_rows, topk])
+    by_row = dict.fromkeys(_BY_ROW, row_to_token)
+    by_token = {"slot_to_row": token_rows, "token_rows": token_rows}
+    by_expert = dict.fromkeys(("tokens_per_expert", "expert_offsets", "routed_per_expert"), routed)
+    sizes_of_plan = {"num_tokens": ids.shape[0], "topk": token_rows.shape[1], "num_experts": num_ranks}
+    more = {"row_probs": None, "overflow": dropped, "padding_alignment": 1, "num_rows": num_rows}
+    return EqualParts(Plan(**by_token, **by_row, **by_expert, **sizes_of_plan, **more), local, dropped)
+
+
+def spread(plan: Plan, rows_of_rank: int, like: Tensor) -> Plan:
+    """Return a plan over ranks with the same number of rows for each rank; its rows without a token are last.
+
+    Args:
+        plan: a plan over ranks.
+        rows_of_rank: the number of rows per rank.
+        like: a tensor on the device of the maps.
+    """
+    num_ranks = plan.num_experts
+    num_rows = num_ranks * rows_of_rank
+    ranks, offsets = plan.row_to_expert, plan.expert_offsets
+    expert_offsets = paddle.arange(num_ranks + 1, dtype="int32") * rows_of_rank
+    maps = {name: filled([num_rows], -1, "int32", like=like) for name in _BY_ROW}
+    slot_to_row, token_rows = plan.slot_to_row, plan.token_rows
+    if ranks.shape[0]:
+        shift = expert_offsets[:-1] - offsets[:-1]
+        # An extra row collects those without a token.
+        places = numbers_of(ranks) + paddle.gather(shift, ranks.clip(min=0))
+        places = paddle.where(ranks >= 0, places, paddle.full_like(places, num_rows))
+        for name in _BY_ROW:
+            buffer = filled([num_rows + 1], -1, "int32", like=ranks)
+            maps[name] = paddle.scatter(buffer, places, getattr(plan, name))[:num_rows]
+        slot_to_row, token_rows = (_moved(rows, places) for rows in (slot_to_row, token_rows))
+    moved = {"slot_to_row": beside(slot_to_row, like), "token_rows": beside(token_rows, like)}
+    moved["expert_offsets"] = expert_offsets
+    return plan._replace(**maps, **moved, num_rows=num_rows)
+
+
+def _moved(rows: Tensor, places: Tensor) -> Tensor:
+    new = paddle.gather(places, rows.clip(min=0).flatten()).reshape(rows.shape)
+    return paddle.where(rows >= 0, new, rows)
+
+
+def local_ids_of(ids: Tensor, to_ranks: Plan, experts_of_rank: int, *, has_gaps: bool) -> Tensor:
+    """Return the ids [R, K] of sent tokens, counted from the first expert of their rank; -1: on another rank.
+
+    Args:
+        ids: int32 [T, K].
+        to_ranks: their plan over ranks.
+        experts_of_rank: E / P.
+        has_gaps: whether the plan may have rows without a token.
+    """
+    if ids.shape[0] == 0 or to_ranks.num_rows == 0:
+        return filled([to_ranks.num_rows, ids.shape[1]], -1, "int32", like=ids)
+    tokens = to_ranks.row_to_token
+    of_rows = paddle.gather(ids, tokens.clip(min=0) if has_gaps else tokens)
+    local = of_rows - (to_ranks.row_to_expert * experts_of_rank).unsqueeze(-1)
+    is_here = (local >= 0) & (local < experts_of_rank)
+    if has_gaps:
+        is_here = is_here & (tokens >= 0).unsqueeze(-1)
+    return paddle.where(is_here, local, paddle.full_like(local, -1))
+
+
+def chunks_of(of_experts: NDArray, like: Tensor) -> Chunks:
+    """Return the chunks of the rows of [rank, local expert], on the device of ``like``."""
+    sizes = of_experts.T.astype(np.int32).flatten()
+    order = np.arange(sizes.size, dtype=np.int32).reshape(of_experts.T.shape).T.flatten()
+    return Chunks(paddle.to_tensor(sizes, place=like.place), paddle.to_tensor(order, place=like.place))
+
+
+def kept_ids(ids: Tensor, plan: Plan) -> Tensor:
+    """Return the ids as int32, -1 for dropped slots."""
+    return paddle.where(plan.slot_to_row >= 0, ids.astype("int32"), paddle.full_like(plan.slot_to_row, -1))
 
 
 class Counts(NamedTuple):
@@ -354,8 +324,10 @@ def exchange(rows: Tensor, counts: Counts, step: Step) -> Tensor:
     return linear(_COMBINE, None, rows, counts.there(step), back)
 
 
-def exchange_with_probs(tokens: Tensor, probs: Tensor, counts: Counts, step: Step) -> Tensors:
-    """Send tokens [R, d] and probabilities [R, K] to their ranks; differentiable."""
+def tokens_and_probs(x: Tensor, probs: Tensor, to_ranks: Plan, counts: Counts, step: Step) -> Tensors:
+    """Send tokens [T, d] and probabilities [T, K] by a plan over ranks; returns the received ones, differentiable."""
+    backend = resolve("permute", x)
+    tokens, probs = backend.permute(x, None, to_ranks, "all")[0], backend.permute(probs, None, to_ranks, "all")[0]
     return connect(_TokensAndProbs(tokens, probs, counts, step), tokens, probs)
 
 

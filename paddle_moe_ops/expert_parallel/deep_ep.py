@@ -21,7 +21,7 @@ from ..backends.autograd import Call, Gradients, connect, first_order_only, line
 from ..backends.base import Tensors
 from ..routing import Plan
 from .agreement import Step
-from .plans import local_plan
+from .alltoall import local_plan
 from .symmetric_buffers import buffers_of
 
 __all__ = ["DeepEP"]

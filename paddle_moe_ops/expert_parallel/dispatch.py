@@ -24,18 +24,23 @@ from .alltoall import (
     Chunks,
     Counts,
     check_travel,
+    chunks_of,
     counts_of_ranks,
+    equal_parts,
     exchange,
-    exchange_with_probs,
+    kept_ids,
+    local_ids_of,
+    local_plan,
+    plan_of_ranks,
     rows_of_tokens,
     say_that_this_rank_raises,
-    transport_for,
+    tokens_and_probs,
+    trimmed,
 )
 from .deep_ep import DeepEP
 from .peer import Peers
-from .plans import chunks_of, equal_parts, kept_ids, local_ids_of, local_plan, plan_of_ranks, trimmed
-from .rendezvous import DEFAULT_TIMEOUT_S
 from .symmetric_buffers import buffers_of
+from .transports import DEFAULT_TIMEOUT_S, transport_for
 
 __all__ = ["ExpertParallel", "Received", "parallel_of_agreed", "telling_of_errors"]
 
@@ -475,9 +480,7 @@ def _tokens_of_peers(got: Any, peers: Peers | DeepEP, ep: ExpertParallel, routed
 def _received_tokens(
     x: Tensor, probs: Tensor, to_ranks: Plan, tokens: Counts, ep: ExpertParallel, step: Step, common: dict[str, Any]
 ) -> Received:
-    backend = resolve("permute", x)
-    sent = backend.permute(x, None, to_ranks, "all")[0], backend.permute(probs, None, to_ranks, "all")[0]
-    arrived, their_probs = exchange_with_probs(*sent, tokens, step)
+    arrived, their_probs = tokens_and_probs(x, probs, to_ranks, tokens, step)
     back = _WayBack(Counts(ep._transport, tokens.received, tokens.sent), None, to_ranks, None, step.call)
     return Received(rows=None, tokens=arrived, probs=their_probs, _way_back=back, **common)
 

@@ -26,12 +26,12 @@ from ..backends.autograd import Call, Gradients, connect, first_order_only, line
 from ..backends.base import Tensors
 from ..routing import Plan, plan_of
 from .agreement import Kind, LayerCall, Step, backward_step, combine_step
-from .plans import HEADER
 from .symmetric_buffers import Barrier, GroupBuffers, OwnRows, RowBuffer
 from .symmetric_memory import BufferShape, allocate, granularity
 
-__all__ = ["Peers"]
+__all__ = ["HEADER", "Peers"]
 
+HEADER = 64  # PMO_RECORDS_HEADER
 _MOST_STEPS = 256  # maximum of pages for a whole number of rows
 _GROUP_COLUMNS, _PACKED_SCALES = 128, 4  # of float8
 _DISPATCH, _COMBINE = "ExpertParallel.dispatch", "ExpertParallel.combine"

@@ -28,7 +28,7 @@ from .parameters import (
     groups_of_experts,
     is_expert_parameter,
 )
-from .rendezvous import DEFAULT_TIMEOUT_S, Rendezvous, checked_timeout
+from .transports import DEFAULT_TIMEOUT_S, Rendezvous, checked_timeout
 
 __all__ = ["ClipGradByGlobalNorm", "GradScaler", "average_gradients", "rounded_once"]
 

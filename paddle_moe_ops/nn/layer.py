@@ -23,7 +23,7 @@ from ..expert_parallel.agreement import group_of, raising_together
 from ..expert_parallel.alltoall import check_travel
 from ..expert_parallel.dispatch import ExpertParallel, parallel_of_agreed, telling_of_errors
 from ..expert_parallel.parameters import mark_expert_parameters, start_as_one
-from ..expert_parallel.rendezvous import DEFAULT_TIMEOUT_S
+from ..expert_parallel.transports import DEFAULT_TIMEOUT_S
 from ..routing import Plan, planned
 from ._common import misnamed, warn_user
 from .experts import SwiGLUExperts

@@ -14,7 +14,7 @@ from benchmarks.scaling import traces
 from benchmarks.scaling.traces import Trace, drawn
 from benchmarks.scaling.traffic import Layout, count, steps
 from paddle_moe_ops import route
-from paddle_moe_ops.expert_parallel.plans import plan_of_ranks
+from paddle_moe_ops.expert_parallel.alltoall import plan_of_ranks
 
 EXPERTS, TOPK = 24, 5
 

@@ -12,7 +12,7 @@ import numpy as np
 import paddle
 from paddle.distributed.communication.group import Group
 
-from paddle_moe_ops.expert_parallel.alltoall import Scatters
+from paddle_moe_ops.expert_parallel.transports import Scatters
 
 from .problems import step_of
 

@@ -12,7 +12,7 @@ import paddle
 import pytest
 from paddle.distributed.communication.group import Group
 
-from paddle_moe_ops.expert_parallel import rendezvous
+from paddle_moe_ops.expert_parallel import transports
 from paddle_moe_ops.expert_parallel.agreement import (
     Kind,
     LayerNumber,
@@ -22,7 +22,7 @@ from paddle_moe_ops.expert_parallel.agreement import (
     group_of,
     number_of_layer,
 )
-from paddle_moe_ops.expert_parallel.rendezvous import Rendezvous, checked_timeout
+from paddle_moe_ops.expert_parallel.transports import Rendezvous, checked_timeout
 
 from .problems import step_of
 from .test_expert_parallel_errors import caught
@@ -102,7 +102,7 @@ class Store:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, announced: int) -> None:
         self.announced = {"0": 0, "1": announced}
-        monkeypatch.setattr(rendezvous.core, "create_or_get_global_tcp_store", lambda: self)
+        monkeypatch.setattr(transports.core, "create_or_get_global_tcp_store", lambda: self)
 
     def add(self, key: str, number: int) -> int:
         rank = key.rpartition("/")[2]

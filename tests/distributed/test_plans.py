@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from paddle_moe_ops import use_backend
 from paddle_moe_ops.expert_parallel import ExpertParallel
-from paddle_moe_ops.expert_parallel.plans import equal_parts, local_ids_of, plan_of_ranks, trimmed
+from paddle_moe_ops.expert_parallel.alltoall import equal_parts, local_ids_of, plan_of_ranks, trimmed
 
 RANKS, EXPERTS_OF_RANK, TOPK = 3, 2, 4
 

@@ -15,8 +15,7 @@ import pytest
 from paddle.base import core
 
 from paddle_moe_ops.expert_parallel import ExpertParallel, GradScaler, average_gradients
-from paddle_moe_ops.expert_parallel.alltoall import Scatters
-from paddle_moe_ops.expert_parallel.rendezvous import Rendezvous
+from paddle_moe_ops.expert_parallel.transports import Rendezvous, Scatters
 
 from . import processes
 from .problems import step_of

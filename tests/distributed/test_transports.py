@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from paddle.distributed.communication.group import Group
 
 from paddle_moe_ops.backends.arrays import to_numpy, to_tensor
-from paddle_moe_ops.expert_parallel import rendezvous
-from paddle_moe_ops.expert_parallel.alltoall import AllToAll, Alone, Scatters, _read, transport_for
+from paddle_moe_ops.expert_parallel import transports
+from paddle_moe_ops.expert_parallel.alltoall import _read
 from paddle_moe_ops.expert_parallel.symmetric_memory import BufferShape, allocate, granularity
+from paddle_moe_ops.expert_parallel.transports import AllToAll, Alone, Scatters, transport_for
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
 from .problems import on_this_device, step_of
@@ -83,7 +84,7 @@ class Collectives:
         self.dtypes: list[str] = []
         self.error: Exception | None = None
         monkeypatch.setattr(paddle.distributed, "alltoall_single", self.run)
-        monkeypatch.setattr(rendezvous.core, "create_or_get_global_tcp_store", self.no_store)
+        monkeypatch.setattr(transports.core, "create_or_get_global_tcp_store", self.no_store)
 
     def run(self, out: paddle.Tensor, lines: paddle.Tensor, **_: Any) -> None:
         self.dtypes.append(lines.dtype.name)

@@ -159,7 +159,7 @@ AREAS = {
         ),
     ),
     "exchange": _ranks(
-        ("dispatch", "plans", "alltoall", "deep_ep"),
+        ("dispatch", "alltoall", "deep_ep"),
         (
             *("plans", "transports", "deep_ep", "arguments_stay", "expert_parallel_errors", "expert_parallel"),
             *("expert_parallel_layer", "calls_of_ranks", "programs_that_differ"),
@@ -179,7 +179,7 @@ AREAS = {
         ("grad_scaler", "accumulated_gradients", "average_gradients", "fleet"),
     ),
     "groups": _ranks(
-        ("agreement", "rendezvous"),
+        ("agreement", "transports"),
         (
             *("expert_parallel_errors", "programs_that_differ", "average_gradients", "ranks_that_do_not_come"),
             *("agreement", "transports", "calls_of_ranks", "shared_buffers", "expert_parallel"),
@@ -282,24 +282,29 @@ EQUIVALENT = (
     ),
     (r"expert_parallel/", "method dropped", r"\.keys\(\) & ", "keys take a dict as well"),
     (
-        r"expert_parallel/plans\.py",
+        r"expert_parallel/alltoall\.py",
         "constant|elements swapped",
         r'^    more = \{"row_probs": None',
         "`permute` and `unpermute` do not read these",
     ),
     (
-        r"expert_parallel/plans\.py",
+        r"expert_parallel/alltoall\.py",
         "constant|and, or|condition dropped",
         r"ids\.shape\[0\] == 0 or to_ranks\.num_rows == 0",
         "a shortcut: rows without a token become -1 below",
     ),
     (
-        r"expert_parallel/plans\.py",
+        r"expert_parallel/alltoall\.py",
         "keyword dropped",
         r"buffer_size=most, validate=False",
         "the sender checked the ids",
     ),
-    (r"expert_parallel/plans\.py", "condition negated", r"if has_gaps else tokens", "rows without a token become -1"),
+    (
+        r"expert_parallel/alltoall\.py",
+        "condition negated",
+        r"if has_gaps else tokens",
+        "rows without a token become -1",
+    ),
     (
         r"expert_parallel/alltoall\.py",
         "opposite|arithmetic|constant",
