@@ -18,13 +18,13 @@ from .processes import run
 PEER = {"transport": "peer", "tokens_per_rank": 16}
 # Options, calls and files.
 LIMITS: list[tuple[dict[str, Any], int, int]] = [
-    ({"combine": "reduced", **PEER}, 230, 14),
-    ({"combine": "exact", **PEER}, 280, 14),
-    ({"combine": "exact", "payload": "fp8_1x128", **PEER}, 280, 14),
-    ({"combine": "reduced"}, 350, 15),
-    ({"combine": "reduced", "tokens_per_rank": 16}, 320, 15),
-    ({"combine": "reduced", "payload": "fp8_1x128"}, 400, 16),
-    ({"combine": "exact"}, 385, 17),
+    ({"combine": "reduced", **PEER}, 220, 14),
+    ({"combine": "exact", **PEER}, 265, 14),
+    ({"combine": "exact", "payload": "fp8_1x128", **PEER}, 265, 14),
+    ({"combine": "reduced"}, 270, 14),
+    ({"combine": "reduced", "tokens_per_rank": 16}, 260, 14),
+    ({"combine": "reduced", "payload": "fp8_1x128"}, 295, 14),
+    ({"combine": "exact"}, 295, 14),
 ]
 
 
