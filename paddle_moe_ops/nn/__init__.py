@@ -9,13 +9,13 @@ hidden size, I intermediate size of an expert, E experts, K experts per token an
 
 from __future__ import annotations
 
+from .config import MoEConfig
 from .experts import SwiGLUExperts
-from .layer import MoEConfig, MoELayer
+from .layer import MoELayer, SwiGLU
 from .losses import load_balance_loss, router_z_loss
 from .memory import lay_side_by_side
 from .microbatches import set_is_first_microbatch
 from .router import RouterOutput, TopKRouter
-from .shared import SwiGLU
 
 __all__ = [
     "MoEConfig",

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
 import paddle
@@ -17,102 +15,68 @@ from paddle.jit import not_to_static
 from paddle.jit.sot.psdb import in_sot
 
 from .. import _checks
-from .._graphs import GraphValue, filled, in_float32, is_graph_value, known_sizes, public
+from .._activations import swiglu
+from .._graphs import (
+    GraphValue,
+    filled,
+    in_float32,
+    is_graph_value,
+    known_sizes,
+    of_shape,
+    public,
+    ready_for_matmul,
+)
 from ..backends import RouteSpec
 from ..expert_parallel.agreement import group_of, raising_together
 from ..expert_parallel.alltoall import check_travel
 from ..expert_parallel.dispatch import ExpertParallel, parallel_of_agreed, telling_of_errors
 from ..expert_parallel.parameters import mark_expert_parameters, start_as_one
-from ..expert_parallel.transports import DEFAULT_TIMEOUT_S
 from ..routing import Plan, planned
-from ._common import misnamed, warn_user
+from ._common import described, misnamed, sizes, warn_user, weight
+from .config import MoEConfig, config_of, options_of, with_group
 from .experts import SwiGLUExperts
 from .losses import loss_of_load, normalised, router_z_loss
 from .router import TopKRouter, capacity_of
-from .shared import SwiGLU
 
 _NAME = "MoELayer"
 
 
-@dataclass(frozen=True)
-class MoEConfig:
-    """Options of a `MoELayer`, which checks them.
+class SwiGLU(nn.Layer):
+    """Gated MLP ``(silu(x W_gate) * x W_up) W_down`` without biases; as a shared expert it sees every token.
 
-    Attributes:
+    Deterministic as far as Paddle's matmul is. No host synchronisation.
+
+    Args:
         hidden_size: H.
-        intermediate_size: I of one expert.
-        num_experts: E.
-        topk: K.
-        num_shared_experts: shared experts, 0 for none; they are one SwiGLU of size num_shared_experts * I.
-        scoring: see TopKRouter.
-        correction_bias: see TopKRouter.
-        norm_topk_prob: see TopKRouter.
-        num_groups: see TopKRouter.
-        topk_groups: see TopKRouter.
-        scores_per_group: see TopKRouter.
-        scaling_factor: see TopKRouter.
-        capacity_factor: see TopKRouter. The slots beyond an expert's capacity are dropped, the last tokens first: they
-            add nothing to their token, which keeps the output of its other experts and of the shared experts.
-        keep: see `moe_mlp`, which runs the experts.
-        workspace_mb: see `moe_mlp`.
-        accumulate: see `moe_mlp`, and `SwiGLUExperts` for traced layers.
-        activation: of the experts, see `moe_mlp`. Shared experts are SwiGLU.
-        expert_bias: whether the experts have biases, which begin as zeros. Shared experts have none.
-        compute: of the experts, see `moe_mlp`; with a group only if ``combine="reduced"``. Shared experts run in the
-            tokens' dtype.
-        combine: with a group, the form in which rows return: see `expert_parallel.ExpertParallel`.
-        payload: with a group, the format of sent tokens: see `expert_parallel.ExpertParallel`.
-        tokens_per_rank: with a group, the number of tokens that each rank sends to each, if it should be the same in
-            every call.
-        transport: with a group, the transport of tokens: see `expert_parallel.ExpertParallel`.
-        timeout: with a group, seconds that a rank waits for the others: see `expert_parallel.ExpertParallel`.
+        intermediate_size: I.
 
-    Example:
-        >>> from paddle_moe_ops.nn import MoEConfig, MoELayer
-        >>> config = MoEConfig(64, 32, num_experts=8, topk=2, scoring="sigmoid")
-        >>> MoELayer(config).config == config
-        True
+    Raises:
+        TypeError: a size is not an int.
+        ValueError: a size below 1.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_experts: int
-    topk: int
-    num_shared_experts: int = 1
-    _: KW_ONLY
-    scoring: str = "softmax"
-    correction_bias: bool = True
-    norm_topk_prob: bool = True
-    num_groups: int = 1
-    topk_groups: int | None = None
-    scores_per_group: int = 2
-    scaling_factor: float = 1.0
-    capacity_factor: float | None = None
-    keep: str = "h"
-    workspace_mb: int = 1024
-    accumulate: bool = False
-    activation: str = "swiglu"
-    expert_bias: bool = False
-    compute: str | None = None
-    combine: str = "exact"
-    payload: str | None = None
-    tokens_per_rank: int | None = None
-    transport: str = "auto"
-    timeout: float = DEFAULT_TIMEOUT_S
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.hidden_size, self.intermediate_size = sizes(
+            "SwiGLU", hidden_size=hidden_size, intermediate_size=intermediate_size
+        )
+        self.gate_up = weight(self, [self.hidden_size, 2 * self.intermediate_size], fan_in=self.hidden_size)
+        self.down = weight(self, [self.intermediate_size, self.hidden_size], fan_in=self.intermediate_size)
 
-    def __repr__(self) -> str:
-        """The sizes, and the options that are not the defaults."""
-        return f"MoEConfig({', '.join(f'{name}={value!r}' for name, value in self._changed().items())})"
+    @not_to_static
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the MLP to x [..., H]; the result has the same shape and dtype. Differentiable in x and the weights.
 
-    def _changed(self) -> dict[str, Any]:
-        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
+        Raises:
+            TypeError: x is not a tensor of the weights' dtype.
+            ValueError: the last dimension of x is not H.
+        """
+        return _swiglu_mlp(x, self.gate_up, self.down, self.hidden_size, self.intermediate_size)
 
-
-def _options_of(config: MoEConfig, construct: Callable[..., Any]) -> dict[str, Any]:
-    """The options that are keyword-only arguments of another constructor, too."""
-    parameters = inspect.signature(construct).parameters.values()
-    names = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
-    return {name: value for name, value in vars(config).items() if name in names}
+    def extra_repr(self) -> str:
+        """Return what ``print(layer)`` says of it."""
+        sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
+        return described(self.gate_up, **sizes)
 
 
 class MoELayer(nn.Layer):
@@ -157,8 +121,8 @@ class MoELayer(nn.Layer):
     @misnamed(top_k="topk")
     def __init__(self, *arguments: Any, group: Any = None, **options: Any) -> None:
         super().__init__()
-        self.config = config = _config_of(*arguments, **options)
-        travels = _options_of(config, ExpertParallel)
+        self.config = config = config_of(*arguments, **options)
+        travels = options_of(config, ExpertParallel)
         if group is None:
             if config.transport == "peer" and config.tokens_per_rank is None:
                 _checks.bad_value(_NAME, "group", 'given with transport="peer"', None)
@@ -171,12 +135,12 @@ class MoELayer(nn.Layer):
             num_shared_experts = _checks.integer(_NAME, "num_shared_experts", config.num_shared_experts, 0)
             hidden_size, inner, num_experts = config.hidden_size, config.intermediate_size, config.num_experts
             with _checks.renaming("TopKRouter", _NAME):
-                self.router = TopKRouter(hidden_size, num_experts, config.topk, **_options_of(config, TopKRouter))
+                self.router = TopKRouter(hidden_size, num_experts, config.topk, **options_of(config, TopKRouter))
             self.hidden_size = self.router.hidden_size
             own_experts = num_experts if group is None else max(num_experts // group.nranks, 1)
             with _checks.renaming("SwiGLUExperts", _NAME):
                 sizes = own_experts, hidden_size, inner
-                self.experts = SwiGLUExperts(*sizes, bias=config.expert_bias, **_options_of(config, SwiGLUExperts))
+                self.experts = SwiGLUExperts(*sizes, bias=config.expert_bias, **options_of(config, SwiGLUExperts))
             self.experts._name_in_errors = _NAME
             self.shared = SwiGLU(hidden_size, num_shared_experts * inner) if num_shared_experts else None
         self.parallel: ExpertParallel | None = None
@@ -355,28 +319,7 @@ class MoELayer(nn.Layer):
         return {**super().__getstate__(), "_last": None}
 
 
-def _config_of(*arguments: Any, **options: Any) -> MoEConfig:
-    """The options of a layer from the arguments of its constructor."""
-    if arguments and isinstance(arguments[0], MoEConfig):
-        if len(arguments) > 1 or options:
-            others = ", ".join([*map(repr, arguments[1:]), *options])
-            _checks.bad_type(_NAME, "a MoEConfig", "the only argument besides group", f"{others} too")
-        return arguments[0]
-    try:
-        _OF_CONFIG.bind(*arguments, **options)
-    except TypeError as error:
-        raise TypeError(f"{_NAME}: {error}") from None
-    return MoEConfig(*arguments, **options)
-
-
-def _with_group(of_config: inspect.Signature) -> inspect.Signature:
-    group = inspect.Parameter("group", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Any)
-    return of_config.replace(parameters=[*of_config.parameters.values(), group])
-
-
-_OF_CONFIG = inspect.signature(MoEConfig)
-MoELayer.__signature__ = _with_group(_OF_CONFIG)
-
+MoELayer.__signature__ = with_group(inspect.signature(MoEConfig))
 _LEFT_BY_FORWARD = frozenset(("tokens_per_expert", "dropped_slots", "aux_loss", "z_loss"))
 
 
@@ -459,3 +402,15 @@ def _plan(tokens: Tensor, ids: Tensor, mask: Tensor | None, num_experts: int, ca
         capacity = capacity_of(count, topk, num_experts, capacity_factor)
     validation = _checks.validation(_NAME, None, ids)
     return planned(ids, None, None, capacity, RouteSpec(num_experts, -1, 1, None, buffer_size, "first", validation))
+
+
+@public("x", "gate_up", "down")
+def _swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor, hidden: int, intermediate: int) -> Tensor:
+    gate_up, down = of_shape(gate_up, [hidden, 2 * intermediate]), of_shape(down, [intermediate, hidden])
+    rank = max(getattr(x, "ndim", 1), 1)
+    _checks.operand("SwiGLU", "x", x, gate_up, [*["size"] * (rank - 1), hidden], f"[..., {hidden}]")
+    return in_float32(_multiply_twice, x, gate_up, down)
+
+
+def _multiply_twice(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    return paddle.matmul(swiglu(paddle.matmul(ready_for_matmul(x, gate_up), gate_up)), down)
