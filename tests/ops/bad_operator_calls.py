@@ -35,6 +35,10 @@ def int64(*shape: int) -> Callable[[Any], Any]:
     return zeros(*shape, dtype=np.int64)
 
 
+def int8(*shape: int) -> Callable[[Any], Any]:
+    return zeros(*shape, dtype=np.int8)
+
+
 def int32(*shape: int) -> Callable[[Any], Any]:
     return zeros(*shape, dtype=np.int32)
 
@@ -331,6 +335,20 @@ BAD_CALLS = [
     bad("grouped_product", wrong_shape("expert_offsets", ANY_VECTOR, [E, 1]), offsets=int64(E, 1)),
     bad("grouped_product", wrong_dtype("expert_offsets", INTEGERS, "float32"), offsets=zeros(E)),
     bad("grouped_product", f"expert_{SHORT_OFFSETS}", offsets=int64(E - 1)),
+    bad("moe_mlp_quantized", "the format is unknown", format=-1),
+    bad("moe_mlp_quantized", "the format is unknown", format=4),
+    bad("moe_mlp_quantized", wrong_shape("gate_up", "[any, any, any]", [H, 2 * S]), gate_up=int8(H, 2 * S)),
+    bad("moe_mlp_quantized", wrong_shape("gate_up", f"[{E}, any, any]", [E + 1, H, 2]), gate_up=int8(E + 1, H, 2)),
+    bad("moe_mlp_quantized", wrong_shape("gate_up", f"[{E}, {H}, 2]", [E, H - 1, 2]), gate_up=int8(E, H - 1, 2)),
+    bad("moe_mlp_quantized", wrong_shape("down", f"[{E}, {S}, {H}]", [E, S + 1, H]), down=int8(E, S + 1, H)),
+    bad("moe_mlp_quantized", "integer codes must be int8", down=zeros(E, S, H)),
+    bad("moe_mlp_quantized", wrong_shape("the scales", f"[{E}, {H}]", [E, S]), down_scales=zeros(E, S)),
+    bad("moe_mlp_quantized", wrong_dtype("the scales", "float32", "int32"), down_scales=int32(E, H)),
+    bad("dequantize_matrices", wrong_shape("codes", "[any, any, any]", [S, H]), codes=int8(S, H)),
+    bad("dequantize_matrices", wrong_dtype("codes", "float8_e4m3fn", "float32"), codes=zeros(E, S, H), format=3),
+    bad("dequantize_matrices", wrong_shape("codes", f"[{E}, {H}, {S}]", [E, S, H]), transpose=True),
+    bad("dequantize_matrices", wrong_shape("codes", f"[{E}, {-(-S // 2)}, {H + 1}]", [E, S, H]), format=1, outer=H + 1),
+    bad("dequantize_matrices", "values must be float32, float16 or bfloat16", dtype=paddle.float64.value),
     *(
         fault
         for operator in ("moe_mlp", "moe_mlp_float8")

@@ -80,6 +80,18 @@ EXPERTS = {
     "workspace": 1 << 30,
     "by_slot": False,
 }
+# The same with matrices that are int8 codes.
+CODES = {
+    "x": EXPERTS["x"],
+    "gate_up": zeros(E, H, 2 * S, dtype=np.int8),
+    "gate_up_scales": zeros(E, 2 * S),
+    "down": zeros(E, S, H, dtype=np.int8),
+    "down_scales": zeros(E, H),
+    **{name: EXPERTS[name] for name in ("weights", "token_rows", "row_to_token", "sizes", "offsets", "slot_to_row")},
+    **{name: EXPERTS[name] for name in ("transpose", "keep_hidden", "need_x_grad", "need_weights_grad")},
+    **{name: EXPERTS[name] for name in ("in_place", "workspace", "by_slot")},
+    "format": 0,
+}
 # operator -> arguments that it takes, in their order
 GOOD_CALLS: dict[str, dict[str, Any]] = {
     "route": {"routing": array(IDS), **ROUTE},
@@ -161,6 +173,16 @@ GOOD_CALLS: dict[str, dict[str, Any]] = {
         "need_w_grad": True,
     },
     **dict.fromkeys(("moe_mlp", "moe_mlp_float8"), EXPERTS),
+    "moe_mlp_quantized": CODES,
+    "dequantize_matrices": {
+        "codes": CODES["down"],
+        "scales": CODES["down_scales"],
+        "inner": S,
+        "outer": H,
+        "transpose": False,
+        "format": 0,
+        "dtype": FLOAT32,
+    },
     "quantize_1x128": {"x": zeros(T, H), "ue8m0": False, "by_column": False, "amax_min": 1e-4},
     "permute_quantized": {
         "x": zeros(T, H),

@@ -43,6 +43,7 @@ def arguments_of(operator: str, place: Any, changes: dict[str, Any]) -> list[Any
 def public_name(operator: str) -> str:
     name = re.sub("(_weighted)?(_backward)?(_with_probs)?$", "", operator)
     names = {"permute_quantized": "permute", "grouped_product": "grouped_gemm", "moe_mlp_float8": "moe_mlp"}
+    names |= dict.fromkeys(("moe_mlp_quantized", "dequantize_matrices"), "moe_mlp")
     return names.get(name, name)
 
 

@@ -81,6 +81,7 @@ Shape ExpertMatrices::shape() const {
 void require_codes(const ExpertMatrices::Codes& codes, const char* function, const char* name) {
   const int32_t format = codes.format;
   require(format >= PMO_MATRIX_INT8 && format <= PMO_MATRIX_FLOAT8_128X128, function, "the format is unknown");
+  require(codes.codes.defined() && codes.scales.defined(), function, "a required tensor is missing");
   require_rank(codes.codes, 3, function, name);
   const bool are_bytes = codes.codes.dtype() == paddle::DataType::INT8;
 #ifndef PMO_PADDLE_2
