@@ -21,6 +21,7 @@ from .base import (
     QuantizeSpec,
     Tensors,
 )
+from .changes import changes_of, count_changes
 from .stacking import alias_of, destination_of_matrices, stack_or_view
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "is_default",
     "made_by",
     "make_default",
+    "make_watching",
     "replaced_by",
 ]
 
@@ -68,6 +70,7 @@ class Float8Matrices:
         self._of: Any = None  # aliases of the matrices, which keep their memory allocated, and facts about them
         self._made: Any = None
         self._is_default = False
+        self._changes: tuple[int, ...] | None = None  # `changes_of` the matrices, if the cache watches them
 
     @property
     def is_empty(self) -> bool:
@@ -87,7 +90,14 @@ class Float8Matrices:
 def make_default(kept: Float8Matrices) -> None:
     """Clear a layer's cache and use it by default from the next call on; see `nn.set_is_first_microbatch`."""
     kept.clear()
-    kept._is_default = True
+    kept._is_default, kept._changes = True, None
+
+
+def make_watching(kept: Float8Matrices) -> None:
+    """`make_default`, and clear the cache whenever its matrices have changed; see `nn.keep_float8_matrices`."""
+    count_changes()
+    make_default(kept)
+    kept._changes = ()
 
 
 def is_default(kept: Float8Matrices | None) -> bool:
@@ -99,6 +109,11 @@ def holds_others(kept: Float8Matrices, gate_up: Matrices, down: Matrices, transp
     """True if the cache contains other matrices. An empty one records these for `made_by`."""
     casts_to = paddle.amp.get_autocast_dtype() if paddle.amp.is_autocast_enabled() else None
     facts = transpose, casts_to, _facts_of(gate_up), _facts_of(down)
+    if kept._changes is not None:
+        changes = changes_of(*_listed(gate_up), *_listed(down))
+        if changes != kept._changes or (kept._of is not None and facts != kept._of[1]):
+            kept.clear()
+        kept._changes = changes
     if kept._made is None:
         # Aliases, because a parameter may move to other memory.
         kept._of = [alias_of(matrix) for matrix in (*_listed(gate_up), *_listed(down))], facts

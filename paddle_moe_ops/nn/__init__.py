@@ -14,7 +14,7 @@ from .experts import SwiGLUExperts
 from .layer import MoELayer, SwiGLU
 from .losses import load_balance_loss, router_z_loss
 from .memory import lay_side_by_side
-from .microbatches import set_is_first_microbatch
+from .microbatches import keep_float8_matrices, set_is_first_microbatch
 from .router import RouterOutput, TopKRouter
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "SwiGLU",
     "SwiGLUExperts",
     "TopKRouter",
+    "keep_float8_matrices",
     "lay_side_by_side",
     "load_balance_loss",
     "router_z_loss",

@@ -8,7 +8,7 @@ from paddle import nn
 
 from .. import _checks
 from ..backends import Float8Matrices
-from ..backends.experts import make_default
+from ..backends.experts import make_default, make_watching
 
 
 def set_is_first_microbatch(model: nn.Layer) -> int:
@@ -39,9 +39,57 @@ def set_is_first_microbatch(model: nn.Layer) -> int:
     Raises:
         TypeError: not a `paddle.nn.Layer`.
     """
-    _checks.instance("set_is_first_microbatch", "model", model, nn.Layer, "a paddle.nn.Layer")
-    attributes = [each for layer in model.sublayers(include_self=True) for each in vars(layer).values()]
-    keeping = [each for each in attributes if isinstance(each, Float8Matrices)]
+    keeping = _caches_of("set_is_first_microbatch", model)
     for each in keeping:
         make_default(each)
     return len(keeping)
+
+
+def keep_float8_matrices(model: nn.Layer) -> int:
+    """Quantise the experts' matrices of a model's layers once after each change, and keep them in between.
+
+    Call it once, after the model is constructed and moved to its device and dtype. It affects the layers that
+    `set_is_first_microbatch` affects, which then need neither that function nor ``is_first_microbatch``: micro-batches
+    share the codes, 2 bytes for each element, or 1 if no gradient is required. Bits are those of a model that quantises
+    in each pass::
+
+        keep_float8_matrices(model)
+        for batch in batches:
+            for micro_batch in batch:
+                loss_of(model(micro_batch)).backward()
+            optimizer.step()
+            optimizer.clear_grad()
+
+    These changes are noticed: a step of any optimizer of Paddle or Fleet, ``set_state_dict``, ``set_value``, ``copy_``,
+    operators in place, and a move to other memory, as by ``to`` or a gather of sharded parameters. To count them, the
+    first call wraps ``paddle.optimizer.Optimizer._apply_optimize``, ``paddle.Tensor.set_value`` and
+    ``paddle.Tensor.copy_`` for the process. **Not noticed** are writes by collectives between two steps (such as
+    ``paddle.distributed.broadcast`` of a parameter), by ``Tensor.get_tensor()``, and by operators of your own that do
+    not declare them: call this again afterwards.
+
+    A copy of a model keeps nothing until this is called for it. No host synchronisation.
+
+    Args:
+        model: any layer.
+
+    Returns:
+        the number of layers that keep matrices.
+
+    Raises:
+        TypeError: not a `paddle.nn.Layer`.
+
+    Example:
+        >>> from paddle_moe_ops.nn import MoELayer, keep_float8_matrices
+        >>> keep_float8_matrices(MoELayer(64, 32, num_experts=8, topk=2, compute="fp8_1x128"))
+        1
+    """
+    keeping = _caches_of("keep_float8_matrices", model)
+    for each in keeping:
+        make_watching(each)
+    return len(keeping)
+
+
+def _caches_of(function: str, model: nn.Layer) -> list[Float8Matrices]:
+    _checks.instance(function, "model", model, nn.Layer, "a paddle.nn.Layer")
+    attributes = [each for layer in model.sublayers(include_self=True) for each in vars(layer).values()]
+    return [each for each in attributes if isinstance(each, Float8Matrices)]

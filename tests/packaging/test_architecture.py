@@ -37,6 +37,7 @@ LAYERS = (
             "backends.arrays",
             "backends.autograd",
             "backends.base",
+            "backends.changes",
             "backends.experts",
             "backends.gradients",
             "backends.groups",

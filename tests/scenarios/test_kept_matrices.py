@@ -1,0 +1,267 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Models that quantise their experts' matrices once after each change: every way to change a parameter."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import numpy as np
+import paddle
+import pytest
+from paddle.distributed.fleet.utils import recompute
+
+from paddle_moe_ops.backends import layers
+from paddle_moe_ops.backends.arrays import to_numpy
+from paddle_moe_ops.nn import MoELayer, keep_float8_matrices, set_is_first_microbatch
+from paddle_moe_ops.testing.equality import assert_bits_equal
+
+pytestmark = [pytest.mark.compiled_only, pytest.mark.cpu_only]
+
+H, INNER, E, K, T = 160, 128, 5, 2, 24
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    paddle.seed(7)
+
+
+@pytest.fixture
+def quantised(monkeypatch):
+    """The number of times that matrices were quantised, in a list."""
+    calls = []
+    quantize = layers.LayerKernels.quantize_experts
+
+    def counted(self, *arguments):
+        calls.append(1)
+        return quantize(self, *arguments)
+
+    monkeypatch.setattr(layers.LayerKernels, "quantize_experts", counted)
+    return calls
+
+
+def new_layer(**options):
+    return MoELayer(H, INNER, E, K, num_shared_experts=0, compute="fp8_1x128", **options)
+
+
+def exact(layer, x):
+    """The output of a layer that quantises in each pass."""
+    other = new_layer()
+    other.set_state_dict(layer.state_dict())
+    with paddle.no_grad():
+        return other(x)
+
+
+def backward(layer, x):
+    loss = layer(x).square().mean()
+    loss.backward()
+    return loss
+
+
+def step_by(optimizer):
+    def change(layer, x):
+        made = optimizer(parameters=layer.parameters(), learning_rate=0.05)
+        backward(layer, x)
+        made.step()
+
+    return change
+
+
+def minimised(layer, x):
+    optimizer = paddle.optimizer.SGD(0.05, parameters=layer.parameters())
+    optimizer.minimize(backward(layer, x))
+
+
+def grouped(layer, x):
+    parameters = [{"params": layer.experts.parameters()}, {"params": layer.router.parameters()}]
+    optimizer = paddle.optimizer.AdamW(0.05, parameters=parameters)
+    backward(layer, x)
+    optimizer.step()
+
+
+def loaded(layer, _):
+    layer.set_state_dict(new_layer().state_dict())
+
+
+def one_of_them(write):
+    def change(layer, _):
+        with paddle.no_grad():
+            write(layer.experts.down, paddle.randn(layer.experts.down.shape) * 0.1)
+
+    return change
+
+
+def scaled(layer, x):
+    optimizer = paddle.optimizer.SGD(0.05, parameters=layer.parameters())
+    scaler = paddle.amp.GradScaler(init_loss_scaling=8.0)
+    scaler.scale(layer(x).square().mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def moved(layer, _):
+    replaced = paddle.randn(layer.experts.gate_up.shape) * 0.1
+    replaced._share_buffer_to(layer.experts.gate_up)
+
+
+def closure_of(layer, x):
+    optimizer = paddle.optimizer.LBFGS(0.05, max_iter=2, parameters=layer.parameters())
+
+    def closure():
+        optimizer.clear_grad()
+        return backward(layer, x)
+
+    optimizer.step(closure)
+
+
+CHANGES = {
+    **{
+        each: step_by(getattr(paddle.optimizer, each))
+        for each in ("SGD", "Momentum", "Adam", "AdamW", "Lamb", "RMSProp")
+    },
+    "LBFGS": closure_of,
+    "minimize": minimised,
+    "groups of parameters": grouped,
+    "GradScaler": scaled,
+    "set_state_dict": loaded,
+    "set_value": one_of_them(lambda to, value: to.set_value(value)),
+    "set_value of an array": one_of_them(lambda to, value: to.set_value(to_numpy(value))),
+    "copy_": one_of_them(lambda to, value: to.copy_(value, True)),
+    "assign": one_of_them(lambda to, value: paddle.assign(value, output=to)),
+    "an operator in place": one_of_them(lambda to, value: to.add_(value)),
+    "an element": one_of_them(lambda to, value: to.__setitem__(0, value[0])),
+    "a view": one_of_them(lambda to, value: to[1].copy_(value[1], True)),
+    "other memory": moved,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "serving"])
+def test_a_change_is_noticed(change, trains):
+    layer, x = new_layer(), paddle.randn([T, H])
+    assert keep_float8_matrices(layer) == 1
+    with paddle.set_grad_enabled(trains):
+        before = layer(x)
+    change(layer, x)
+    layer.clear_gradients()
+    with paddle.set_grad_enabled(trains):
+        made = layer(x)
+    assert_bits_equal(made, exact(layer, x), what="out")
+    assert np.abs(to_numpy(made) - to_numpy(before)).max() > 0
+
+
+def test_micro_batches_share_codes_and_have_the_bits_of_passes_that_quantise(quantised):
+    layer, parts = new_layer(), paddle.randn([4, T, H])
+    other = copy.deepcopy(layer)
+    keep_float8_matrices(layer)
+    optimizers = [paddle.optimizer.AdamW(1e-3, parameters=each.parameters()) for each in (layer, other)]
+    for step in range(3):
+        for each, optimizer in zip((layer, other), optimizers, strict=True):
+            for x in parts:
+                backward(each, x)
+            optimizer.step()
+        for one, another in zip(layer.parameters(), other.parameters(), strict=True):
+            assert_bits_equal(one.grad, another.grad, what=f"gradient in step {step}")
+            assert_bits_equal(one, another, what=f"parameter after step {step}")
+        for optimizer in optimizers:
+            optimizer.clear_grad()
+    assert len(quantised) == 3
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "by hooks"])
+def test_recomputation_reads_the_codes_of_the_first_pass(reentrant, quantised):
+    layer, x = new_layer(), paddle.randn([T, H])
+    x.stop_gradient = False
+    keep_float8_matrices(layer)
+    recompute(layer, x, use_reentrant=reentrant).square().mean().backward()
+    made = x.grad.clone()
+    x.clear_gradient()
+    backward(copy.deepcopy(layer), x)
+    assert_bits_equal(made, x.grad, what="x")
+    assert len(quantised) == 1
+
+
+def test_a_backward_pass_reads_the_matrices_of_its_forward_pass():
+    """Two passes, with a step in between, before the first backward pass."""
+    layer, x = new_layer(), paddle.randn([T, H])
+    x.stop_gradient = False
+    keep_float8_matrices(layer)
+    backward(copy.deepcopy(layer), x)
+    due = x.grad.clone()
+    x.clear_gradient()
+    first = layer(x).square().mean()
+    with paddle.no_grad():
+        for parameter in layer.experts.parameters():
+            parameter.set_value(parameter * 1.5)
+    second = layer(x)
+    first.backward()
+    assert_bits_equal(x.grad, due, what="gradient of the first")
+    assert_bits_equal(second, exact(layer, x), what="second")
+
+
+def test_training_evaluation_and_frozen_experts(quantised):
+    layer, x = new_layer(), paddle.randn([T, H])
+    keep_float8_matrices(layer)
+    layer.eval()
+    with paddle.no_grad():
+        layer(x)
+    layer.train()
+    layer.experts.gate_up.stop_gradient = layer.experts.down.stop_gradient = True
+    optimizer = paddle.optimizer.SGD(0.1, parameters=layer.router.parameters())
+    backward(layer, x)
+    optimizer.step()
+    assert_bits_equal(layer(x), exact(layer, x), what="out")
+    assert len(quantised) == 2  # a step of any optimizer counts
+
+
+def test_copies_and_states_keep_nothing():
+    layer, x = new_layer(), paddle.randn([T, H])
+    keep_float8_matrices(layer)
+    layer(x)
+    twin = copy.deepcopy(layer)
+    with paddle.no_grad():
+        twin.experts.down.scale_(2.0)
+    assert_bits_equal(twin(x), exact(twin, x), what="out")
+    buffer = io.BytesIO()
+    paddle.save(layer.state_dict(), buffer)
+    assert not any("float8" in name for name in layer.state_dict())
+
+
+def test_microbatches_by_hand_end_the_watching(quantised):
+    layer, x = new_layer(), paddle.randn([T, H])
+    keep_float8_matrices(layer)
+    set_is_first_microbatch(layer)
+    kept = layer(x)
+    with paddle.no_grad():
+        layer.experts.down.scale_(2.0)
+    assert_bits_equal(layer(x), kept, what="out")
+    assert keep_float8_matrices(layer) == 1
+    assert_bits_equal(layer(x), exact(layer, x), what="out")
+
+
+def test_an_explicit_argument_does_what_it_says(quantised):
+    layer, x = new_layer(), paddle.randn([T, H])
+    keep_float8_matrices(layer)
+    layer(x, is_first_microbatch=True)
+    layer(x, is_first_microbatch=False)
+    layer(x)
+    assert len(quantised) == 1
+
+
+def test_programs_quantise_in_each_pass():
+    layer, x = new_layer(), paddle.randn([T, H])
+    keep_float8_matrices(layer)
+    layer.eval()
+    due = layer(x)
+    traced = paddle.jit.to_static(layer, full_graph=True)
+    assert_bits_equal(traced(x), due, what="out")
+    with paddle.no_grad():
+        layer.experts.down.scale_(2.0)
+    assert_bits_equal(traced(x), exact(layer, x), what="out")
+
+
+def test_only_layers_are_taken():
+    with pytest.raises(TypeError, match=r"keep_float8_matrices: model must be a paddle\.nn\.Layer, but got list"):
+        keep_float8_matrices([new_layer()])
+    assert keep_float8_matrices(MoELayer(H, INNER, E, K)) == 0
