@@ -21,7 +21,7 @@ from .. import _checks
 from .._graphs import constant, dense, is_graph_value, numbers_of, public, to_dtype
 from ..backends import RowMaps, Validation, resolve
 from ..routing import calculate_topk, route
-from .row_maps import num_rows_of, read_index_map
+from .row_maps import kept, known_slots, num_rows_of, of_experts, read_index_map
 
 __all__ = [
     "moe_combine",
@@ -64,11 +64,11 @@ def moe_gate_dispatch(
         ranks, ends, _ = _ranks_by_slot(ids, num_experts)
         slot_rows, num_rows = ids * capacity + ranks, num_experts * capacity
     else:
-        plan = route(ids, num_experts=num_experts, buffer_size=_known_slots(ids), validate=False)
+        plan = route(ids, num_experts=num_experts, buffer_size=known_slots(ids), validate=False)
         slot_rows, ends, num_rows = plan.slot_to_row, plan.expert_offsets[1:], _slots_of(ids)
-        ranks = slot_rows - _of_experts(plan.expert_offsets, ids)
+        ranks = slot_rows - of_experts(plan.expert_offsets, ids)
     is_kept = ranks < capacity
-    y = _rows(name, x, _kept(is_kept, slot_rows), num_rows)
+    y = _rows(name, x, kept(is_kept, slot_rows), num_rows)
     return y, *_results(weights, is_kept, slot_rows), ends.astype("int64"), ids
 
 
@@ -104,7 +104,7 @@ def moe_gate_dispatch_permute(
     is_kept = ranks < capacity
     local = num_experts // world_size
     chunks = ids % local * world_size + ids // local
-    y = _rows(name, x, _kept(is_kept, chunks * capacity + ranks), num_experts * capacity)
+    y = _rows(name, x, kept(is_kept, chunks * capacity + ranks), num_experts * capacity)
     y = y.reshape([local, world_size, capacity, x.shape[1]])
     return y, *_results(weights, is_kept, ids * capacity + ranks), ends.astype("int64"), ids
 
@@ -163,21 +163,21 @@ def moe_gate_dispatch_partial_nosoftmaxtopk(
     ids = paddle.where((ids < 0) | (ids >= num_experts), paddle.full_like(ids, -1), ids)
     ranks, _, counts = _ranks_by_slot(ids, num_experts)
     if reverse_token_drop:
-        ranks = _of_experts(counts, ids) - 1 - ranks
+        ranks = of_experts(counts, ids) - 1 - ranks
     is_kept = (ids >= start) & (ids < end) & (ranks < capacity)
-    local_ids = _kept(is_kept, ids - start)
+    local_ids = kept(is_kept, ids - start)
     # In a graph, and with padding, the number of rows does not depend on the data.
     plan = route(
         local_ids,
         num_experts=end - start,
-        buffer_size=_known_slots(ids) if use_pad else -1,
+        buffer_size=known_slots(ids) if use_pad else -1,
         duplicates="each",
         validate=False,
     )
     slot_rows, num_rows = plan.slot_to_row, plan.num_rows
     if use_pad:
-        in_expert = slot_rows - _of_experts(plan.expert_offsets, local_ids)
-        slot_rows, num_rows = _kept(is_kept, local_ids * capacity + in_expert), (end - start) * capacity
+        in_expert = slot_rows - of_experts(plan.expert_offsets, local_ids)
+        slot_rows, num_rows = kept(is_kept, local_ids * capacity + in_expert), (end - start) * capacity
     is_empty = num_rows == 0 and not use_pad
     maps: Any = plan
     if use_pad or is_empty:
@@ -296,31 +296,16 @@ def _ranks_by_slot(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
         int32 [T, K] places, anything for slots of no expert; int32 [E] ends of the experts' segments; int32 [E] counts.
     """
     topk = ids.shape[1]
-    num_slots = _known_slots(ids)
+    num_slots = known_slots(ids)
     by_slot = ids.transpose([1, 0]).reshape([num_slots, 1])
     plan = route(by_slot, num_experts=num_experts, buffer_size=num_slots, validate=False)
     rows = plan.slot_to_row.reshape([topk, ids.shape[0]]).transpose([1, 0])
-    ranks = rows - _of_experts(plan.expert_offsets, ids)
+    ranks = rows - of_experts(plan.expert_offsets, ids)
     return ranks, plan.expert_offsets[1:], plan.routed_per_expert
-
-
-def _known_slots(ids: Tensor) -> int:
-    """T*K, which saves routing a synchronisation, or -1 if a graph does not know it."""
-    return ids.shape[0] * ids.shape[1] if ids.shape[0] >= 0 else -1
 
 
 def _slots_of(ids: Tensor) -> int | Tensor:
     return num_rows_of(ids) * ids.shape[1]
-
-
-def _of_experts(values: Tensor, ids: Tensor) -> Tensor:
-    """The value of each slot's expert [T, K], from one for each expert or more; that of expert 0 if there is none."""
-    return paddle.gather(values, ids.clip(min=0).flatten()).reshape(ids.shape)
-
-
-def _kept(is_kept: Tensor, numbers: Tensor) -> Tensor:
-    """The numbers, -1 in slots that are not kept."""
-    return paddle.where(is_kept, numbers, paddle.full_like(numbers, -1))
 
 
 def _rows(name: str, x: Tensor, slot_rows: Tensor, num_rows: int | Tensor) -> Tensor:
@@ -353,7 +338,7 @@ def _rows_and_maps(
     _checks.tensor(name, "scatter_index", scatter_index, _checks.ID_DTYPES, weights.shape)
     _checks.same_place(name, **{"x": x, argument: weights, "scatter_index": scatter_index})
     takes_part = ~(constant(weights).astype("float32").abs() <= epsilon)
-    slot_rows = _kept(takes_part, to_dtype(scatter_index, paddle.int32))
+    slot_rows = kept(takes_part, to_dtype(scatter_index, paddle.int32))
     validation = Validation.OFF if is_graph_value(x) else _checks.validation(name, None, x)
     num_rows = num_rows_of(x)
     with _checks.renaming(name, name, row_id_map="scatter_index"):
@@ -361,12 +346,12 @@ def _rows_and_maps(
     is_row = (slot_rows >= 0) & (slot_rows < num_rows)
     if not is_graph_value(x) and not bool((is_row & (maps.slot_to_row < 0)).any()):
         return x, maps, None
-    slot_rows = _kept(is_row, slot_rows)
+    slot_rows = kept(is_row, slot_rows)
     order = slot_rows.argsort(-1, stable=True)
     slots = numbers_of(slot_rows.flatten()).reshape(slot_rows.shape)
     copies = slots - slots % slots.shape[1] + order.argsort(-1).astype("int32")
     sources = slot_rows.sort(-1).flatten().clip(min=0)
-    maps = read_index_map(name, _kept(is_row, copies), _slots_of(slots), Validation.OFF)
+    maps = read_index_map(name, kept(is_row, copies), _slots_of(slots), Validation.OFF)
     return _copies(x, sources), maps, sources
 
 

@@ -19,7 +19,10 @@ from ..routing import Plan
 
 __all__ = [
     "check_row_id_map",
+    "kept",
+    "known_slots",
     "num_rows_of",
+    "of_experts",
     "padding_offsets",
     "plan_to_row_id_map",
     "read_chunk_map",
@@ -106,6 +109,21 @@ def _check_last_column(function: str, row_id_map: Tensor) -> None:
 def num_rows_of(tensor: Tensor) -> int | Tensor:
     """The rows of a tensor, as a tensor where a graph does not know them."""
     return tensor.shape[0] if tensor.shape[0] >= 0 else paddle.shape(tensor)[0]
+
+
+def known_slots(ids: Tensor) -> int:
+    """T*K of ids [T, K], which saves routing a synchronisation, or -1 if a graph does not know it."""
+    return ids.shape[0] * ids.shape[1] if ids.shape[0] >= 0 else -1
+
+
+def of_experts(values: Tensor, ids: Tensor) -> Tensor:
+    """The value of each slot's expert [T, K], from one for each expert or more; that of expert 0 if there is none."""
+    return paddle.gather(values, ids.clip(min=0).flatten()).reshape(ids.shape)
+
+
+def kept(is_kept: Tensor, numbers: Tensor) -> Tensor:
+    """The numbers, -1 in slots that are not kept."""
+    return paddle.where(is_kept, numbers, paddle.full_like(numbers, -1))
 
 
 def read_index_map(

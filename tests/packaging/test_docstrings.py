@@ -11,10 +11,13 @@ import pytest
 
 import paddle_moe_ops
 from paddle_moe_ops import compat, dispatch, expert_parallel, gemm, indexed, masked, nn, routing
-from paddle_moe_ops.compat import transformer_engine, transformer_engine_jax
+from paddle_moe_ops.compat import fastdeploy, transformer_engine, transformer_engine_jax
 from paddle_moe_ops.integrations import paddleformers
 
-MODULES = (paddle_moe_ops, compat, dispatch, expert_parallel, gemm, indexed, masked, nn, paddleformers, routing)
+MODULES = (
+    *(paddle_moe_ops, compat, dispatch, expert_parallel, fastdeploy, gemm, indexed, masked, nn, paddleformers),
+    routing,
+)
 COMPAT = (transformer_engine, transformer_engine_jax)  # arguments are those of the original
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Code in docs/migrating.md and migrating_unsloth.md runs as it stands, and statements about Unsloth hold."""
+"""Code in docs/migrating*.md runs as it stands, and statements about Unsloth hold."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import numpy as np
 import paddle
 
 from paddle_moe_ops import gemm, indexed, route
+from paddle_moe_ops.compat import fastdeploy
 from paddle_moe_ops.compat.paddle import NAMES_OF_FAMILIES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGE, OF_UNSLOTH = ((DOCS / name).read_text(encoding="utf-8") for name in ("migrating.md", "migrating_unsloth.md"))
+PAGE, OF_UNSLOTH, OF_FASTDEPLOY = (
+    (DOCS / f"migrating{name}.md").read_text(encoding="utf-8") for name in ("", "_unsloth", "_fastdeploy")
+)
 SECTION = OF_UNSLOTH.partition("## From Unsloth's")[2].partition("\n## ")[0]
 CALLS = re.findall(r"^\| `(.*?)` \|", SECTION.partition("| function |")[2].partition("\n\n")[0], re.MULTILINE)
 
@@ -37,6 +40,10 @@ def test_the_table_of_incubate_has_every_name_of_every_family():
     for family, names in re.findall(r"^\| (\w+) \| (`.*?`) \|", section, re.MULTILINE):
         written.setdefault(family, set()).update(re.findall(r"`(?:_C_ops\.)?(\w+)`", names))
     assert written == {family: set(names) for family, names in NAMES_OF_FAMILIES.items()}
+
+
+def test_the_page_of_fastdeploy_names_every_function():
+    assert set(fastdeploy.__all__) <= set(re.findall(r"\w+", OF_FASTDEPLOY))
 
 
 def test_the_table_has_a_call_of_every_function():

@@ -23,9 +23,12 @@ from .modes import dygraph
 from .test_trained_routers import ARRAYS, PROGRAMS
 
 # Modules without public functions, by the first part of their names or in full. Also that of several processes, whose
-# programs are in tests/distributed, and what is called under Paddle's names, whose programs are in test_ernie_moe.py.
+# programs are in tests/distributed, and what is called under Paddle's or FastDeploy's names, whose programs are in
+# test_ernie_moe.py and test_fastdeploy_calls.py.
 INTERNAL = {"backends", "expert_parallel", "reference", "rowmaps", "testing", "triton"}
-INTERNAL |= {f"compat.{name}" for name in ("incubate_dispatch", "incubate_gemm", "incubate_routing", *ELSEWHERE)}
+INTERNAL |= {
+    f"compat.{name}" for name in ("fastdeploy", "incubate_dispatch", "incubate_gemm", "incubate_routing", *ELSEWHERE)
+}
 
 # Changes where parameters lie, not what a program gives; tests/ops/test_side_by_side.py trains with it.
 OF_MEMORY = {"paddle_moe_ops.nn.memory.lay_side_by_side"}
@@ -35,7 +38,8 @@ def public_modules() -> Iterator[Any]:
     yield paddle_moe_ops
     for found in pkgutil.walk_packages(paddle_moe_ops.__path__, "paddle_moe_ops."):
         name = found.name.partition(".")[2]
-        if "_" not in {part[0] for part in name.split(".")} and not INTERNAL & {name.partition(".")[0], name}:
+        parts = name.split(".")
+        if "_" not in {part[0] for part in parts} and not INTERNAL & {parts[0], ".".join(parts[:2])}:
             yield importlib.import_module(found.name)
 
 

@@ -123,6 +123,10 @@ AREAS = {
             "tests/distributed/test_devices_of_arguments.py",
         ),
     ),
+    "fastdeploy": Area(
+        ("paddle_moe_ops/compat/fastdeploy/*.py", "paddle_moe_ops/reference/fastdeploy*.py"),
+        ("tests/ops/test_fastdeploy_*.py", "tests/scenarios/test_fastdeploy_calls.py"),
+    ),
     "demo": Area(
         tuple(f"examples/demo/{name}.py" for name in ("checks", "purpose", "run", "training")),
         ("tests/packaging/test_demo*.py",),
