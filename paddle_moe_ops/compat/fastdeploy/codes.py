@@ -10,9 +10,9 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from ..._graphs import beside, dense, float32
+from ..._graphs import beside, dense, filled, float32
 
-__all__ = ["GROUP", "by_column", "ceil_to", "quantize_groups", "quantize_rows", "to_e4m3"]
+__all__ = ["GROUP", "by_column", "ceil_to", "quantize_groups", "quantize_rows", "times", "to_e4m3"]
 
 GROUP = 128
 _LARGEST = 448.0
@@ -87,17 +87,17 @@ def quantize_groups(
     """
     hidden = values.shape[-1]
     groups = _padded(values, ceil_to(hidden, block_size)).reshape([*values.shape[:-1], -1, block_size])
-    amax = _magnitudes(groups).max(-1).clip(min=_AMAX_MIN)
+    amax = _at_least(_magnitudes(groups).max(-1), _AMAX_MIN)
     scales = amax / _LARGEST
     if use_ue8m0:
         # The exponent of the next power of two: a mantissa above 0 carries.
-        bits = (scales.clip(min=_AMAX_MIN) + offset).view("int32") + (_MANTISSA - 1)
+        bits = (_at_least(scales, _AMAX_MIN) + offset).view("int32") + (_MANTISSA - 1)
         scales = bits // _MANTISSA
         scaled = groups / (scales * _MANTISSA).view("float32").unsqueeze(-1)
     elif by_reciprocal:
-        scaled = groups * _LARGEST * (1.0 / amax).unsqueeze(-1)
+        scaled = times(groups, _LARGEST) * (1.0 / amax).unsqueeze(-1)
     else:
-        scaled = groups * _LARGEST / amax.unsqueeze(-1)
+        scaled = times(groups, _LARGEST) / amax.unsqueeze(-1)
     if is_row is not None:
         scaled = paddle.where(is_row.unsqueeze(-1).unsqueeze(-1), scaled, paddle.zeros_like(scaled))
         scales = paddle.where(is_row.unsqueeze(-1), scales, paddle.zeros_like(scales))
@@ -120,6 +120,11 @@ def by_column(scales: Tensor, num_rows: int, *, keeps_padding: bool = False) -> 
     return stored if keeps_padding else stored[..., :rows, :]
 
 
+def times(values: Tensor, factor: float) -> Tensor:
+    """The products; Paddle's operator for a number as a factor also adds 0, which turns -0.0 into 0.0."""
+    return values * filled([1], factor, values.dtype, values)
+
+
 def ceil_to(number: int, multiple: int) -> int:
     """The number rounded up to a multiple."""
     return -(-number // multiple) * multiple
@@ -128,6 +133,11 @@ def ceil_to(number: int, multiple: int) -> int:
 def _magnitudes(values: Tensor) -> Tensor:
     """Absolute values, 0 for NaN."""
     return paddle.where(paddle.isnan(values), paddle.zeros_like(values), values.abs())
+
+
+def _at_least(values: Tensor, least: float) -> Tensor:
+    """The larger one; Paddle's clip turns infinity into the largest finite number."""
+    return paddle.maximum(values, paddle.full_like(values, least))
 
 
 def _half_away(values: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from ..._graphs import beside, dense, float32, is_graph_value, to_dtype
 from ...backends import RowMaps, Validation, resolve
 from ...routing import route, slot_probs
 from ..row_maps import kept, known_slots, num_rows_of, of_experts, read_index_map
+from .codes import times
 from .selection import sum_of_slots
 
 __all__ = ["INDICES", "Segments", "combined", "maps_of_indices", "placed", "rows_by_expert", "transposed"]
@@ -128,7 +129,7 @@ def combined(
         total = sum_of_slots(weights)
         weights = weights / paddle.where(total == 0, paddle.ones_like(total), total)
     if factor != 1.0:
-        weights = weights * factor
+        weights = times(weights, factor)
     if bias_of_row is None:
         return resolve("unpermute", rows).unpermute(rows, weights, maps)
     wide, addend = float32(rows), float32(bias_of_row)

@@ -15,7 +15,7 @@ from ... import _checks
 from ..._graphs import beside, float32, numbers_of, public, to_dtype, without_autocast
 from ...routing import calculate_topk, check_groups, route
 from ..row_maps import known_slots
-from .codes import GROUP
+from .codes import GROUP, times
 
 __all__ = [
     "count_tokens_per_expert_func",
@@ -325,7 +325,7 @@ def _by_groups(
     if renormalize:
         total = sum_of_slots(values) + epsilon
         values = values / paddle.where(total == 0, paddle.ones_like(total), total)
-    values = values * factor
+    values = times(values, factor)
     size = num_experts // n_group
     finite_of_group = is_finite.astype("int32").reshape([scores.shape[0], n_group, size]).sum(-1)
     has_group = (finite_of_group >= min(size, 2)).any(-1, keepdim=True)
