@@ -23,6 +23,7 @@ from paddle_moe_ops.backends import compiled
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.every_call import CALLS, IDS, MAPS, E, maps_of
+from tests.ops.fastdeploy_calls import COUNTING_CALLS, OTHER_CALLS
 from tests.ops.further_calls import FURTHER_CALLS
 from tests.ops.problems import ordinary, tensor
 from tests.packaging.public_api import public_modules
@@ -31,12 +32,13 @@ from tests.scenarios.test_every_function import OF_MEMORY, left_out, public_func
 
 pytestmark = [pytest.mark.long, pytest.mark.cpu_only]  # triton's kernels are interpreted
 
-EVERY_CALL = [*CALLS, *FURTHER_CALLS]
+EVERY_CALL = [*CALLS, *FURTHER_CALLS, *OTHER_CALLS]
 OTHER_MAPS = maps_of(np.where(IDS[::-1] >= 0, E - 1 - IDS[::-1], IDS[::-1]))
 ANEW = {id(each): other for each, other in zip(MAPS, OTHER_MAPS, strict=True)}
 # Their arguments are what they write to, or states that tests/distributed gather and compare.
 WRITE_OR_MOVE = {
     *OF_MEMORY,
+    *(f"paddle_moe_ops.compat.fastdeploy.selection.{call.function}" for call in COUNTING_CALLS),
     "paddle_moe_ops.expert_parallel.training.ClipGradByGlobalNorm.get_l2_norm_pow",
     "paddle_moe_ops.expert_parallel.training.average_gradients",
 }

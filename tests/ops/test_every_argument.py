@@ -13,15 +13,18 @@ import paddle
 import pytest
 
 from paddle_moe_ops import _checks, use_backend
-from tests.ops.every_call import CALLS, Call
+from tests.ops.every_call import CALLS as OWN_CALLS
+from tests.ops.every_call import Call
+from tests.ops.fastdeploy_calls import FASTDEPLOY_CALLS
 from tests.ops.problems import tensor
 from tests.ops.test_detached_arguments import FAMILIES
 
+CALLS = [*OWN_CALLS, *FASTDEPLOY_CALLS]
 # Not checked, because they only complete a signature, or only compared: K of ids.
-IGNORED = {"name", "max_token_num", "restore_shape"}
+IGNORED = {"name", "max_token_num", "restore_shape", "estimate_total_token_nums", "hadamard_block_size"}
 COMPARED = {("routing.route", "topk")}
 # Arguments of the caller's own, and those whose kind only the functions inside tell.
-OTHER_KINDS = {"plan", "expert_fn", "expert_vjp", "*tensors", "state"}
+OTHER_KINDS = {"plan", "expert_fn", "expert_vjp", "*tensors", "state", "moe_quant_type"}
 # Whose sizes follow no other argument's, so that data say what is wrong with them, and their lowest rank.
 ANY_RANK = {
     ("indexed.get_routing_indices", "selected_experts"): 1,
@@ -30,6 +33,8 @@ ANY_RANK = {
     ("gemm.grouped_gemm", "X"): 2,
     ("routing.calculate_topk", "gating"): 1,
     ("mlp.moe_mlp", "x"): 2,
+    ("compat.fastdeploy.moe_expert_dispatch", "input"): 2,
+    ("compat.fastdeploy.moe_expert_dispatch", "gating_output"): 2,
 }
 # May be on the host or on the device, since only the host reads it.
 ON_ANY_DEVICE = {"m_sizes", "expert_offsets", "shard_id", "all_shards_tokens_per_expert"}
@@ -62,11 +67,14 @@ def test_the_calls_are_good_and_give_every_argument(call, place):
 
 def test_no_public_function_is_left_out():
     functions = set()
-    for family in FAMILIES:
+    for family in (*FAMILIES, "compat.fastdeploy"):
         module = importlib.import_module(f"paddle_moe_ops.{family}")
         own = (name for name in module.__all__ if inspect.isfunction(getattr(module, name)))
         functions |= {f"{family}.{name}" for name in own}
-    assert functions - {str(call) for call in CALLS} == {"indexed.calculate_topk", "indexed.torch_grouped_gemm"}
+    assert functions - {str(call) for call in CALLS} == {
+        *("indexed.calculate_topk", "indexed.torch_grouped_gemm"),
+        *(f"compat.fastdeploy.{name}" for name in ("patch_fastdeploy", "patched_fastdeploy", "unpatch_fastdeploy")),
+    }
 
 
 @each(np.ndarray)

@@ -14,7 +14,7 @@ import paddle
 from paddle import Tensor
 
 from ... import _checks
-from ..._graphs import beside, dense, is_graph_value, public, to_dtype
+from ..._graphs import beside, is_graph_value, public, to_dtype
 from ...backends import RowMaps, Validation, resolve
 from ...routing import row_probs
 from ..row_maps import num_rows_of, read_index_map
@@ -166,7 +166,7 @@ def ep_moe_expert_dispatch_fp8(
     ends = paddle.cumsum(sizes, dtype="int32")
     ids, slot_rows, segments, _ = placed(name, topk_ids, ends - sizes, sizes)
     maps = read_index_map(name, slot_rows, num_rows, Validation.OFF)
-    rows, scales = resolve("permute", input).permute(input, dense(scale[:num_tokens]), maps, "all")
+    rows, scales = resolve("permute", input).permute(input, scale[:num_tokens], maps, "all")
     experts, is_used = segments.experts_of_rows(num_rows)
     m_indices = paddle.where(is_used, experts, paddle.full_like(experts, -1))
     indices, of_pairs = _indices(ids, maps, num_experts)
@@ -222,7 +222,7 @@ def ep_moe_expert_combine(
     tensors: dict[str, Any] = {INDICES: permute_indices_per_token, "top_k_indices": top_k_indices}
     tensors |= {"expert_scales_float": expert_scales_float, "down_proj_bias": down_proj_bias}
     _checks.same_place(name, ffn_out=ffn_out, **tensors)
-    slot_rows = transposed(permute_indices_per_token)
+    slot_rows = permute_indices_per_token.transpose([1, 0])
     maps = maps_of_indices(name, INDICES, slot_rows, num_rows_of(ffn_out), ffn_out)
     bias_of_row = None
     if down_proj_bias is not None:
@@ -279,7 +279,7 @@ def prefill_permute_to_masked_gemm(
     if validation == Validation.ALL and bool((routed > sizes).any()):
         _checks.bad_value(name, "max_token_num", f"at least {int(routed.max())}, the slots of an expert", rows_of_each)
     maps = read_index_map(name, slot_rows, num_experts * rows_of_each, Validation.OFF)
-    rows, scales = resolve("permute", x).permute(x, dense(scale), maps, "all")
+    rows, scales = resolve("permute", x).permute(x, scale, maps, "all")
     scales = by_column(scales.reshape([num_experts, rows_of_each, scale.shape[1]]), rows_of_each)
     rows = rows.reshape([num_experts, rows_of_each, hidden])
     return [rows, scales, slot_rows, segments.counts.unsqueeze(-1)]
@@ -314,7 +314,7 @@ def depermute_prefill_combine(x: Tensor, indice_map: Tensor, topk_weights: Tenso
     rows = x.reshape([x.shape[0] * x.shape[1], x.shape[2]])
     slot_rows, weights = indice_map[:num_tokens], topk_weights[:num_tokens]
     maps = maps_of_indices(name, "indice_map", slot_rows, rows.shape[0], x)
-    out = combined(rows, dense(weights), maps, norm_topk_prob=False, factor=1.0)
+    out = combined(rows, weights, maps, norm_topk_prob=False, factor=1.0)
     missing = num_tokens - out.shape[0]
     if missing == 0:
         return out

@@ -139,7 +139,7 @@ def moe_expert_reduce(
     factor = _checks.number(name, "routed_scaling_factor", routed_scaling_factor)
     tensors: dict[str, Any] = {INDICES: permute_indices_per_token, "top_k_indices": top_k_indices}
     _checks.same_place(name, ffn_out=ffn_out, top_k_weight=top_k_weight, **tensors, down_proj_bias=down_proj_bias)
-    slot_rows = transposed(permute_indices_per_token)
+    slot_rows = permute_indices_per_token.transpose([1, 0])
     maps = maps_of_indices(name, INDICES, slot_rows, num_rows_of(ffn_out), ffn_out)
     bias_of_row = None
     if down_proj_bias is not None and num_tokens != 0:
