@@ -190,6 +190,13 @@ def instance(function: str, argument: str, value: Any, kind: type, expected: str
         bad_type(function, argument, expected, type(value).__name__)
 
 
+def of_dygraph(function: str, argument: str, value: Any) -> None:
+    """Check that a value does not stand for a tensor of a static graph."""
+    if is_graph_value(value):
+        expected = "a tensor of dygraph, or of to_static with full_graph=False"
+        bad_type(function, argument, expected, "a value of a static graph")
+
+
 def same_place(function: str, **tensors: Tensor | None) -> None:
     """Check that all given tensors are on one device."""
     first_name = first_place = None

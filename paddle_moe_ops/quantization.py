@@ -29,7 +29,7 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from . import _checks
-from ._graphs import is_graph_value, public
+from ._graphs import public
 from ._matrices import EVEN_COLUMNS, Matrices, listed, matrices, named
 from .backends import connect_experts, resolve
 from .backends.layers import quantized_matrices
@@ -144,8 +144,7 @@ def quantize_experts(
     _checks.flag(name, "transpose", transpose)
     gate_up, down = listed(gate_up), listed(down)
     for argument, given in (("gate_up", gate_up), ("down", down)):
-        if is_graph_value(given):
-            _checks.bad_type(name, argument, "a tensor of dygraph", "a value of a static graph")
+        _checks.of_dygraph(name, argument, given)
     matrices(name, "gate_up", gate_up, _checks.SUM_DTYPES, ["E", "rows", "columns"])
     first = next(iter(named("gate_up", gate_up).values()))
     hidden, columns = first.shape[-2:][::-1] if transpose else first.shape[-2:]
@@ -208,9 +207,7 @@ def quantized_experts(
         ValueError: an argument of the wrong value or shape; gradients of the wrong number or shape.
     """
     name = "quantized_experts"
-    if is_graph_value(x):
-        expected = "a tensor of dygraph, or of to_static with full_graph=False"
-        _checks.bad_type(name, "x", expected, "a value of a static graph")
+    _checks.of_dygraph(name, "x", x)
     plan = as_plan(name, plan)
     _checks.rows(name, "x", x, _checks.SUM_DTYPES, *tokens_of(plan))
     for argument, function in (("expert_fn", expert_fn), ("expert_vjp", expert_vjp)):

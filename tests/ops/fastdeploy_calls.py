@@ -33,7 +33,7 @@ _TABLES = {
     "tokens_per_expert_stats_list": np.zeros(E, np.int32),
 }
 _SOFTMAX = {"moe_topk": K, "apply_norm_weight": True, "enable_softmax_top_k_fused": False}
-_DISPATCH = {"group_moe": False, "moe_quant_type": "w4afp8", "topk_only_mode": False}
+_DISPATCH = {"group_moe": False, "moe_quant_type": "w4a8", "topk_only_mode": False}
 _UNREAD = {"down_proj_in_scale": None, "expert_idx_per_token": None, "max_tokens_per_expert": None}
 
 
@@ -57,6 +57,12 @@ def _ffn(rows: Any, tokens: Any, up_gate: Any, down: Any, scales: Any, method: s
         activation="swiglu",
     )
 
+
+# A static graph cannot hold them: they make float8 codes, lists, or write to an argument.
+DYGRAPH_NAMES = (
+    *("moe_redundant_topk_select", "noaux_tc_redundant", "get_expert_token_num", "per_token_quant"),
+    *("per_token_quant_padding", "masked_per_token_quant", "fused_mask_swiglu_fp8_quant"),
+)
 
 # Of the operators that add to their argument.
 COUNTING_CALLS = [

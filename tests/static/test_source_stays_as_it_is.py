@@ -34,6 +34,7 @@ from paddle_moe_ops import (
     use_backend,
 )
 from paddle_moe_ops.compat import (
+    fastdeploy,
     incubate_dispatch,
     incubate_gemm,
     incubate_routing,
@@ -53,15 +54,20 @@ from paddle_moe_ops.nn import (
     set_is_first_microbatch,
 )
 from paddle_moe_ops.testing.equality import assert_bits_equal
-from tests.ops.every_call import CALLS, IDS, PROBS, ROUTED, A, E, H, K, S, T, made_of, ones
+from tests.ops.every_call import CALLS as OWN_CALLS
+from tests.ops.every_call import IDS, PROBS, ROUTED, A, E, H, K, S, T, made_of, ones
+from tests.ops.fastdeploy_calls import DYGRAPH_NAMES, FASTDEPLOY_CALLS
 from tests.packaging.public_api import public_modules
 
 pytestmark = pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface")
 
 FOLDER = str(Path(paddle_moe_ops.__file__).parent)
 # For arrays of NumPy, for several processes, or for models of PaddleFormers.
+CALLS = [*OWN_CALLS, *FASTDEPLOY_CALLS]
 NO_PROGRAMS = ("reference", "testing", "expert_parallel", "integrations")
 OF_DYGRAPH = {lay_side_by_side, quantized_experts}
+OF_DYGRAPH |= {fastdeploy.patch_fastdeploy, fastdeploy.patched_fastdeploy, fastdeploy.unpatch_fastdeploy}
+OF_DYGRAPH |= {getattr(fastdeploy, name) for name in DYGRAPH_NAMES}
 
 
 def modules() -> Iterator[Any]:

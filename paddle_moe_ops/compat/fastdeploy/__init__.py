@@ -8,6 +8,9 @@ them. Results come in a list if there are several. They run on CPU and GPU tenso
 These are operators for inference: no result has a gradient (``stop_gradient`` is True). All raise TypeError or
 ValueError for arguments of the wrong type, dtype, value or shape. Padding, which FastDeploy leaves unwritten, is
 defined. Orders that FastDeploy leaves to atomic additions are fixed: tokens ascend.
+
+In static graphs, and in programs that do not know the number of tokens, all but these run: functions that make float8
+codes, that return lists of numbers, or that add to an argument.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from ..._graphs import beside, dense, filled, float32
+from ..._graphs import beside, dense, filled, float32, is_graph_value
 
 __all__ = ["GROUP", "by_column", "ceil_to", "quantize_groups", "quantize_rows", "times", "to_e4m3"]
 
@@ -113,10 +113,11 @@ def by_column(scales: Tensor, num_rows: int, *, keeps_padding: bool = False) -> 
         num_rows: the entries of a column; those beyond R are 0.
         keeps_padding: whether the result has these rows too.
     """
+    if is_graph_value(scales):
+        return scales  # a graph has no strides
     rows = scales.shape[-2]
     order = [*range(scales.ndim - 2), scales.ndim - 1, scales.ndim - 2]
-    columns = dense(_padded(scales.transpose(order), num_rows))
-    stored = columns.transpose(order)
+    stored = dense(_padded(scales.transpose(order), num_rows)).transpose(order)
     return stored if keeps_padding else stored[..., :rows, :]
 
 

@@ -83,6 +83,8 @@ def ep_moe_expert_dispatch(
         shape = [num_experts]
         _checks.tensor(name, "up_gate_proj_in_scale", up_gate_proj_in_scale, (paddle.float32,), shape)
     _checks.instance(name, "moe_quant_type", moe_quant_type, str, "a str")
+    if moe_quant_type == "w4afp8":
+        _checks.of_dygraph(name, "input", input)
     tensors = {"topk_ids": topk_ids, "topk_weights": topk_weights, "up_gate_proj_in_scale": up_gate_proj_in_scale}
     _checks.same_place(name, input=input, **tensors)
     on_device = beside(paddle.to_tensor(sizes, "int32"), input)
@@ -145,7 +147,8 @@ def ep_moe_expert_dispatch_fp8(
     _check_slots(name, input, topk_ids, topk_weights)
     num_tokens, topk = topk_ids.shape
     _checks.tensor(name, "scale", scale, (paddle.float32, paddle.int32), ["num_tokens", "num_scales"])
-    if scale.shape[0] not in (num_tokens, ceil_to(num_tokens, 4)):
+    is_known = num_tokens >= 0 and scale.shape[0] >= 0
+    if is_known and scale.shape[0] not in (num_tokens, ceil_to(num_tokens, 4)):
         expected = f"of shape [{num_tokens}, num_scales] or [{ceil_to(num_tokens, 4)}, num_scales]"
         _checks.bad_value(name, "scale", expected, list(scale.shape))
     counts, sizes = num_experts_per_rank_tensor, num_experts_per_rank_padded_tensor
@@ -157,6 +160,8 @@ def ep_moe_expert_dispatch_fp8(
     _checks.tensor(name, "num_experts_per_rank_padded_tensor", sizes, (paddle.int32,), [num_experts])
     num_rows = _checks.integer(name, "token_nums_this_rank_padded", token_nums_this_rank_padded, -1)
     if not _checks.flag(name, "use_in_ep", use_in_ep):
+        if num_tokens < 0:
+            _checks.bad_value(name, "use_in_ep", "True in a graph that does not know the number of tokens", False)
         num_rows = num_tokens * topk + num_experts * (GROUP - 1)
     elif num_rows < 0:
         _checks.bad_value(name, "token_nums_this_rank_padded", "at least 0 with use_in_ep", num_rows)
@@ -166,7 +171,8 @@ def ep_moe_expert_dispatch_fp8(
     ends = paddle.cumsum(sizes, dtype="int32")
     ids, slot_rows, segments, _ = placed(name, topk_ids, ends - sizes, sizes)
     maps = read_index_map(name, slot_rows, num_rows, Validation.OFF)
-    rows, scales = resolve("permute", input).permute(input, scale[:num_tokens], maps, "all")
+    by_token = scale[:num_tokens] if is_known else scale
+    rows, scales = resolve("permute", input).permute(input, by_token, maps, "all")
     experts, is_used = segments.experts_of_rows(num_rows)
     m_indices = paddle.where(is_used, experts, paddle.full_like(experts, -1))
     indices, of_pairs = _indices(ids, maps, num_experts)
@@ -311,14 +317,18 @@ def depermute_prefill_combine(x: Tensor, indice_map: Tensor, topk_weights: Tenso
     _checks.tensor(name, "topk_weights", topk_weights, (paddle.float32,), list(indice_map.shape))
     num_tokens = _checks.integer(name, "num_worst_tokens", num_worst_tokens, 0)
     _checks.same_place(name, x=x, indice_map=indice_map, topk_weights=topk_weights)
-    rows = x.reshape([x.shape[0] * x.shape[1], x.shape[2]])
+    num_experts, capacity, hidden = x.shape
+    if min(num_experts, capacity) < 0:
+        _checks.bad_value(name, "x", "of a known number of rows", list(x.shape))
+    rows = x.reshape([num_experts * capacity, hidden])
     slot_rows, weights = indice_map[:num_tokens], topk_weights[:num_tokens]
     maps = maps_of_indices(name, "indice_map", slot_rows, rows.shape[0], x)
     out = combined(rows, weights, maps, norm_topk_prob=False, factor=1.0)
-    missing = num_tokens - out.shape[0]
-    if missing == 0:
+    if out.shape[0] == num_tokens:
         return out
-    return paddle.concat([out, beside(paddle.zeros([missing, x.shape[2]], x.dtype), out)])
+    # A graph may not know T: as many zeros as could be missing, cut off.
+    zeros = paddle.zeros([num_tokens - max(out.shape[0], 0), hidden], x.dtype)
+    return paddle.concat([out, beside(zeros, out)])[:num_tokens]
 
 
 def _check_ids(name: str, topk_ids: Tensor, num_tokens: int) -> None:

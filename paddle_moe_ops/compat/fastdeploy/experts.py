@@ -9,7 +9,8 @@ from paddle import Tensor
 
 from ... import _checks
 from ..._activations import activate
-from ..._graphs import public
+from ..._graphs import is_graph_value, public
+from ...backends import Validation
 from ...gemm import grouped_gemm
 from .weights import QUANTIZED, check_packed, dequantized, plain_codes
 
@@ -106,18 +107,31 @@ def moe_expert_ffn(
     tensors = {_COUNTS: tokens_expert_prefix_sum, "up_gate_proj_weight": up_gate_proj_weight}
     tensors |= {"down_proj_weight": down_proj_weight}
     _checks.same_place(name, permute_input=permute_input, **tensors, up_gate_proj_bias=up_gate_proj_bias)
+    capacity = permute_input.shape[1] if is_packed else None
+    if capacity is not None and capacity < 0:
+        _checks.bad_value(name, "permute_input", "of a known capacity", list(permute_input.shape))
+    _check_counts(name, tokens_expert_prefix_sum, permute_input, capacity)
     sizes, offsets = tokens_expert_prefix_sum, None
-    if is_packed:
-        offsets = [expert * permute_input.shape[1] for expert in range(num_experts + 1)]
-    else:
+    if capacity is None:
         sizes = paddle.concat([sizes[:1], sizes[1:] - sizes[:-1]])
-    rows = permute_input.reshape([-1, hidden]) if is_packed and permute_input.shape[1] else permute_input
-    rows = rows.reshape([0, hidden]) if rows.ndim == 3 else rows
-    with _checks.renaming("grouped_gemm", name, m_sizes=_COUNTS, expert_offsets=_COUNTS):
-        columns = grouped_gemm(rows, up_gate, sizes, False, expert_offsets=offsets, bias=up_gate_proj_bias)
-        gated = _activated(columns, activation)
-        out = grouped_gemm(gated, down, sizes, False, expert_offsets=offsets)
+    else:
+        offsets = [expert * capacity for expert in range(num_experts + 1)]
+    rows = permute_input if capacity is None else permute_input.reshape([num_experts * capacity, hidden])
+    columns = grouped_gemm(rows, up_gate, sizes, False, expert_offsets=offsets, bias=up_gate_proj_bias)
+    out = grouped_gemm(_activated(columns, activation), down, sizes, False, expert_offsets=offsets)
     return out.reshape(permute_input.shape)
+
+
+def _check_counts(name: str, counts: Tensor, rows: Tensor, capacity: int | None) -> None:
+    """Check the ends of the experts' rows, or with a capacity their numbers, where data is checked."""
+    if is_graph_value(counts) or _checks.validation(name, None, counts) == Validation.OFF:
+        return
+    numbers = counts.tolist()
+    if capacity is None:
+        if min(numbers) < 0 or numbers != sorted(numbers) or numbers[-1] > rows.shape[0]:
+            _checks.bad_value(name, _COUNTS, f"ascending, from 0 to the {rows.shape[0]} rows of permute_input", numbers)
+    elif min(numbers) < 0 or max(numbers) > capacity:
+        _checks.bad_value(name, _COUNTS, f"from 0 to the {capacity} rows of an expert", numbers)
 
 
 def _matrices(name: str, kind: str, weight: Tensor, scales: Tensor | None, quant_method: str, rows: Tensor) -> Tensor:

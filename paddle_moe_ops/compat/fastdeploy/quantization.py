@@ -8,6 +8,7 @@ lowest group in the lowest byte. The rule differs from that of `paddle_moe_ops.q
 scale 1e-10 / 448, and `per_token_quant` and `per_token_quant_padding` add 5e-7 before the next power of two is chosen.
 FastDeploy's environment variable PER_TOKEN_QUANT_FP8_USE_FINEGRAINED_RANGE is not read.
 
+A static graph cannot hold these functions: Paddle has no operator there for the bits of a tensor.
 S = ceil(H / block_size) scales of a row, ceil4 rounds up to a multiple of 4.
 """
 
@@ -83,7 +84,9 @@ def per_token_quant_padding(
     if block_size != GROUP:
         _checks.bad_value(name, "block_size", str(GROUP), block_size)
     if hidden % GROUP:
-        _checks.bad_value(name, "input", f"of shape [num_tokens, hidden], hidden a multiple of {GROUP}", input.shape)
+        _checks.bad_value(
+            name, "input", f"of shape [num_tokens, hidden], hidden a multiple of {GROUP}", list(input.shape)
+        )
     codes, scales = quantize_groups(float32(input), block_size, use_ue8m0, offset=_OFFSET)
     return [codes, by_column(scales, ceil_to(num_tokens, 4), keeps_padding=True)]
 
@@ -155,6 +158,7 @@ def _checked(
     name: str, values: Tensor, block_size: Any, use_ue8m0: Any, argument: str | None = None, counts: Any = None
 ) -> int:
     """Check the arguments of a quantiser: of rows, or with counts, of packed rows; the block size."""
+    _checks.of_dygraph(name, "input", values)
     if argument is None:
         _checks.rows(name, "input", values, _checks.SUM_DTYPES, "num_tokens")
     else:

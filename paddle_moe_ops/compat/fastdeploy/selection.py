@@ -282,6 +282,7 @@ def get_expert_token_num(topk_ids: Tensor, num_experts: int) -> list[list[int]]:
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong value or shape.
     """
+    _checks.of_dygraph("get_expert_token_num", "topk_ids", topk_ids)
     counts = _counts("get_expert_token_num", topk_ids, num_experts).tolist()
     padded = [(count // GROUP + 1) * GROUP if count else 0 for count in counts]
     return [counts, padded, [sum(counts), sum(padded)]]
@@ -312,7 +313,9 @@ def _by_groups(
     _checks.same_place(name, scores=scores, scores_with_bias=biased)
     num_experts = scores.shape[1]
     if num_experts == 0:
-        _checks.bad_value(name, "scores", "of shape [num_tokens, num_experts] with num_experts >= 1", scores.shape)
+        _checks.bad_value(
+            name, "scores", "of shape [num_tokens, num_experts] with num_experts >= 1", list(scores.shape)
+        )
     with _checks.renaming(name, name, num_groups="n_group", topk_groups="topk_group"):
         n_group, topk_group = check_groups(name, "topk", num_experts, topk, n_group, topk_group, 2)
     _checks.flag(name, "renormalize", renormalize)
@@ -343,6 +346,7 @@ def _replicas(
     name: str, by: Mapping[str, Tensor], ids: Tensor, table: Tensor, sizes: Tensor, statistics: Tensor, columns: Any
 ) -> Tensor:
     """Physical ids of replica (t + e) % count; the slots of each expert are added to the statistics."""
+    _checks.of_dygraph(name, "tokens_per_expert_stats_list", statistics)
     columns = _checks.integer(name, "redundant_ep_rank_num_plus_one", columns, 1)
     (num_experts,) = {scores.shape[1] for scores in by.values()}
     int32 = (paddle.int32,)

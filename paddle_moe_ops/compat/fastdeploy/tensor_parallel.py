@@ -79,6 +79,8 @@ def moe_expert_dispatch(
     if _checks.flag(name, "group_moe", group_moe) and num_experts % topk:
         _checks.bad_value(name, "moe_topk", f"a divisor of the {num_experts} experts with group_moe", topk)
     _checks.instance(name, "moe_quant_type", moe_quant_type, str, "a str")
+    if moe_quant_type == "w4afp8":
+        _checks.of_dygraph(name, "input", input)
     _checks.flag(name, "topk_only_mode", topk_only_mode)
     given = {"gating_correction_bias": gating_correction_bias, "w4a8_in_scale": w4a8_in_scale}
     _checks.same_place(name, input=x, gating_output=gate, **given)

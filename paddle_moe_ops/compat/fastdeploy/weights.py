@@ -91,17 +91,18 @@ def to_weight_quantize(codes: Tensor, algo: str) -> Tensor:
     rows = rows.reshape([experts, outer // layout.interleaved, layout.interleaved, inner // _TILE, _TILE])
     units = rows.transpose([0, 1, 3, 2, 4]).reshape([-1, *_unit(layout)]).transpose([0, 2, 1])
     stored = units.astype("int32") + layout.zero
-    if layout.bits == _BYTE:
-        return stored.astype("uint8").view("int8").reshape([experts, outer, inner])
-    nibbles = stored.reshape([-1, 2])
-    packed = nibbles[:, 0] + nibbles[:, 1] * 16
-    return packed.astype("uint8").view("int8").reshape([experts, outer // 2, inner])
+    if layout.bits != _BYTE:
+        nibbles = stored.reshape([-1, 2])
+        stored = nibbles[:, 0] + nibbles[:, 1] * 16
+    # Bytes from 128 on are negative in int8.
+    signed = (stored + 128) % 256 - 128
+    return signed.astype("int8").reshape([experts, outer * layout.bits // _BYTE, inner])
 
 
 def plain_codes(packed: Tensor, layout: _Layout) -> Tensor:
     """`from_weight_quantize` of a checked tensor."""
     experts, outer, inner = packed.shape[0], packed.shape[1] * _BYTE // layout.bits, packed.shape[2]
-    stored = packed.view("uint8").astype("int32")
+    stored = packed.astype("int32") % 256
     if layout.bits != _BYTE:
         stored = paddle.stack([stored % 16, stored // 16], -1)
     units = (stored - layout.zero).astype("int8").reshape([-1, *reversed(_unit(layout))]).transpose([0, 2, 1])
