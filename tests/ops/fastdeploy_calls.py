@@ -64,7 +64,7 @@ DYGRAPH_NAMES = (
     *("per_token_quant_padding", "masked_per_token_quant", "fused_mask_swiglu_fp8_quant"),
 )
 
-# Of the operators that add to their argument.
+# Calls of operators that add to an argument.
 COUNTING_CALLS = [
     fastdeploy(
         "moe_redundant_topk_select",
