@@ -9,7 +9,10 @@ from typing import Any
 import paddle
 import pytest
 
+from paddle_moe_ops import use_backend
+from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.compat import incubate_dispatch, incubate_gemm, incubate_routing
+from tests.ops.fastdeploy_calls import FASTDEPLOY_CALLS
 
 from .processes import run
 
@@ -37,6 +40,25 @@ def arguments() -> dict[Any, dict[str, Any]]:
         incubate_routing.cal_aux_loss: {**loss, "clip_min": 1.0},
         incubate_gemm.batched_gemm: product,
     }
+
+
+def on_another_device() -> list[str]:
+    """The names of FastDeploy's operators whose results have another place than their arguments, or other bits."""
+    place, wrong = paddle.set_device(paddle.get_device()), []
+    paddle.set_device("cpu")
+    with use_backend("reference"):
+        for call in FASTDEPLOY_CALLS:
+            pairs = zip(results(call.run(place)), results(call.run(paddle.CPUPlace())), strict=True)
+            if not all(
+                got.place == place and to_numpy(got).tobytes() == to_numpy(on_cpu).tobytes() for got, on_cpu in pairs
+            ):
+                wrong.append(call.name)
+    return wrong
+
+
+def results(value: Any) -> list[paddle.Tensor]:
+    value = value if isinstance(value, list) else [value]
+    return [each for each in value if isinstance(each, paddle.Tensor)]
 
 
 def of_two_devices() -> tuple[str, str, list[tuple[str, str, str]]]:
@@ -69,3 +91,7 @@ def test_tensors_on_several_devices_are_named():
         else:
             expected = f"on the device of {first[function]}, {host}, but got {device}"
             assert error == f"{function}: {argument} must be {expected}"
+
+
+def test_fastdeploys_operators_stay_on_the_device_of_their_arguments():
+    assert run(on_another_device, 1, "stub") == [[]]

@@ -323,7 +323,8 @@ def _by_groups(
     is_finite = paddle.isfinite(biased)
     biased = paddle.where(is_finite, biased, paddle.full_like(biased, -float("inf")))
     groups = {"num_groups": n_group, "topk_groups": topk_group}
-    ids = calculate_topk(biased, topk, False, False, pre_act=False, post_act=True, **groups)[1]
+    with _checks.renaming("calculate_topk", name, gating="scores_with_bias"):
+        ids = calculate_topk(biased, topk, False, False, pre_act=False, post_act=True, **groups)[1]
     values = paddle.index_sample(scores, ids)
     if renormalize:
         total = sum_of_slots(values) + epsilon

@@ -85,7 +85,8 @@ def moe_expert_dispatch(
     given = {"gating_correction_bias": gating_correction_bias, "w4a8_in_scale": w4a8_in_scale}
     _checks.same_place(name, input=x, gating_output=gate, **given)
 
-    weights, ids = (_by_groups if group_moe else _by_all)(gate, bias, topk, topk_only_mode)
+    with _checks.renaming("calculate_topk", name, gating="gating_output"):
+        weights, ids = (_by_groups if group_moe else _by_all)(gate, bias, topk, topk_only_mode)
     plan = route(ids, num_experts=num_experts, buffer_size=known_slots(ids), duplicates="each", validate=False)
     rows = move_rows(x, plan.slot_to_row, plan.row_to_token)
     scale = None if w4a8_in_scale is None else paddle.gather(w4a8_in_scale, plan.row_to_expert)
