@@ -278,7 +278,7 @@ def noaux_tc(
     """Return sparse weights [T, E], weights float32 and ids int64 [T, K].
 
     The best groups by the sum of their two best biased scores are kept, then the best experts by biased score; ties go
-    to the lower one, and what is not finite is lowest. Without any finite group the experts are 0 to K - 1, each with
+    to the lower one, and scores that are not finite are lowest. Without any finite group the experts are 0 to K - 1, each with
     weight 1 / K. The weights are the scores, with ``renormalize`` divided by epsilon plus their sum, times the factor.
     """
     lowest = np.where(np.isfinite(biased), biased, np.float32(-np.inf))

@@ -142,8 +142,13 @@ def test_a_patched_module_has_all_operators_and_gets_its_own_back():
     ops.unpatch_fastdeploy(module)
     ops.unpatch_fastdeploy(module)
     assert names_of(module) == before
-    with ops.patched_fastdeploy(module):
-        assert module.moe_expert_ffn is ops.moe_expert_ffn
+
+    def fail():
+        with ops.patched_fastdeploy(module):
+            raise KeyError(module.moe_expert_ffn is ops.moe_expert_ffn)
+
+    with pytest.raises(KeyError, match="True"):
+        fail()
     assert names_of(module) == before
 
 

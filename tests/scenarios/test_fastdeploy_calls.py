@@ -35,7 +35,7 @@ def numbers(rng, *shape, scale=1.0):
 
 
 class Layer:
-    """The parameters of a layer, and what it computes."""
+    """The parameters of a layer, and its results."""
 
     def __init__(self, rng, place) -> None:
         self.place = place
@@ -54,7 +54,7 @@ class Layer:
         return ops.moe_expert_ffn(rows, counts, *weights, None, bias, *scales, *further)
 
     def dense(self, x, of_pairs, bias=None, down_bias=None, rounded=np.asarray):
-        """float32 [T, H] of tokens, their weights [T, E], the biases, and what is done to the rows of each GEMM."""
+        """float32 [T, H] of tokens, their weights [T, E], the biases, and a function of the rows of each GEMM."""
         wide = rounded(x.astype(np.float32))
         columns = np.einsum("th,ehi->tei", wide, self.up_gate.astype(np.float32))
         columns += 0 if bias is None else bias.astype(np.float32)
