@@ -278,8 +278,9 @@ def noaux_tc(
     """Return sparse weights [T, E], weights float32 and ids int64 [T, K].
 
     The best groups by the sum of their two best biased scores are kept, then the best experts by biased score; ties go
-    to the lower one, and scores that are not finite are lowest. Without any finite group the experts are 0 to K - 1, each with
-    weight 1 / K. The weights are the scores, with ``renormalize`` divided by epsilon plus their sum, times the factor.
+    to the lower one, and scores that are not finite are lowest. Without any finite group the experts are 0 to K - 1,
+    each with weight 1 / K. The weights are the scores, with ``renormalize`` divided by epsilon plus their sum, times
+    the factor.
     """
     lowest = np.where(np.isfinite(biased), biased, np.float32(-np.inf))
     ids = select_experts(lowest, topk, num_groups=n_group, topk_groups=topk_group)

@@ -185,6 +185,23 @@ def test_received_rows_of_four_bit_methods(has_scale, method, rng, place):
     assert_results(got, expected, oracle.EpDispatch._fields[:-1])
 
 
+def test_no_entry_of_a_map_is_written_twice(rng, place, monkeypatch):
+    """A GPU stores such entries in any order."""
+    written, put_along_axis = [], paddle.put_along_axis
+
+    def record(table, columns, *others):
+        written.append(columns.numpy())
+        return put_along_axis(table, columns, *others)
+
+    monkeypatch.setattr(paddle, "put_along_axis", record)
+    x, ids = ordinary(rng, (63, H)), received(rng, 63)
+    counts = oracle.tokens_per_expert(ids, E)[0].tolist()
+    ops.ep_moe_expert_dispatch(*on(place, x, ids, ordinary(rng, ids.shape)), None, counts, sum(counts), "")
+    (columns,) = written
+    assert any(len({*row[row >= 0]}) < (row >= 0).sum() for row in ids)
+    assert all(len({*row[row < E]}) == (row < E).sum() for row in columns)
+
+
 @pytest.mark.parametrize("topk", [1, 2, E + 2])
 def test_counts_may_be_an_array_and_ids_int32(topk, rng, place):
     x, ids, weights = ordinary(rng, (63, H)), received(rng, 63, topk).astype(np.int32), ordinary(rng, (63, topk))

@@ -125,7 +125,10 @@ AREAS = {
     ),
     "fastdeploy": Area(
         ("paddle_moe_ops/compat/fastdeploy/*.py", "paddle_moe_ops/reference/fastdeploy*.py"),
-        ("tests/ops/test_fastdeploy_*.py", "tests/scenarios/test_fastdeploy_calls.py"),
+        (
+            *("tests/ops/test_fastdeploy_*.py", "tests/ops/test_every_argument.py"),
+            *("tests/scenarios/test_fastdeploy_calls.py", "tests/static/test_fastdeploy_programs.py"),
+        ),
     ),
     "demo": Area(
         tuple(f"examples/demo/{name}.py" for name in ("checks", "purpose", "run", "training")),
@@ -383,6 +386,12 @@ EQUIVALENT = (
     (r"/mlp\.py", "", r"_PASSED_KEPT", "how many checked calls are remembered"),
     (r"/mlp\.py", "arguments swapped", r"signature = _signature\(", "an order that all signatures have"),
     (r"/_matrices\.py", "constant", r"0 <= experts", "a plan has one expert at least"),
+    (
+        r"reference/fastdeploy\.py",
+        "keyword dropped",
+        r"wide\.max\(axis=-1",
+        "a softmax of shifted numbers",
+    ),
     (r"reference/chunks\.py", "slice dropped", r"\[:num_chunks\]", "the last one is not used"),
 )
 

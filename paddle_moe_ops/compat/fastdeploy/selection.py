@@ -12,7 +12,7 @@ import paddle.nn.functional as F
 from paddle import Tensor
 
 from ... import _checks
-from ..._graphs import beside, float32, numbers_of, public, to_dtype, without_autocast
+from ..._graphs import beside, float32, numbers_of, public, to_dtype
 from ...routing import calculate_topk, check_groups, route
 from ..row_maps import known_slots
 from .codes import GROUP, times
@@ -230,9 +230,8 @@ def grouped_topk(
     bias, num_experts = e_score_correction_bias, gating_output.shape[1]
     _checks.tensor(name, "e_score_correction_bias", bias, (paddle.float32,), [num_experts])
     _checks.same_place(name, gating_output=gating_output, e_score_correction_bias=bias)
-    with without_autocast():
-        scores = F.sigmoid(float32(gating_output))
-        biased = scores + bias
+    scores = F.sigmoid(float32(gating_output))
+    biased = scores + bias
     return _by_groups(name, scores, biased, n_group, topk_group, topk, renormalize, routed_scaling_factor, 0.0)
 
 
