@@ -220,6 +220,12 @@ def test_bad_types(function, changes, message, place):
         ),
         (
             ValueError,
+            {"up_gate_proj_scale": ones(E, 0, 2 * LARGE)},
+            "up_gate_proj_scale must be of shape [3, 256] or [3, groups, 256], groups a divisor of the 128 rows of a "
+            "matrix, but got [3, 0, 256]",
+        ),
+        (
+            ValueError,
             {"down_proj_weight": np.ones((E, LARGE, 96), np.int8)},
             "down_proj_weight must be of shape [num_experts, rows, in], rows a multiple of 2 and in of 64, "
             "but got [3, 128, 96]",
