@@ -88,6 +88,13 @@ def test_experts_with_rows_of_their_own(activation, has_bias, dtype, capacity, r
     assert_close(got, expected, np.where(np.isnan(rows), dtype.type(0), rows), up_gate, down)
 
 
+def test_counts_that_are_not_checked_stay_within_the_rows_of_an_expert(rng, place, monkeypatch):
+    monkeypatch.setenv("PADDLE_MOE_OPS_VALIDATE", "0")
+    rows, up_gate, down = ordinary(rng, (E, 3, H)), ordinary(rng, (E, H, 2 * I)), ordinary(rng, (E, I, H))
+    got = call(place, rows, np.array([9, -1, 3, 2**40]), up_gate, down, low_latency=True)
+    assert_bits_equal(got, call(place, rows, np.array([3, 0, 3, 3]), up_gate, down, low_latency=True).numpy())
+
+
 @pytest.mark.parametrize("method", BITS)
 @pytest.mark.parametrize("by_group", [False, True], ids=["scales of channels", "scales of groups"])
 @pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)

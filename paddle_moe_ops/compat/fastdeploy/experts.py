@@ -95,7 +95,7 @@ def moe_expert_ffn(
     hidden, dtype = permute_input.shape[-1], permute_input.dtype
     up_gate = _matrices(name, "up_gate_proj", up_gate_proj_weight, up_gate_proj_scale, str(quant_method), permute_input)
     width = up_gate.shape[2]
-    if up_gate.shape[:2] != [num_experts, hidden] or width % 2 or width == 0:
+    if list(up_gate.shape[:2]) != [num_experts, hidden] or width % 2 or width == 0:
         expected = f"matrices of {num_experts} experts for {hidden} columns of permute_input and 2 * I of its own"
         _checks.bad_value(name, "up_gate_proj_weight", expected, list(up_gate_proj_weight.shape))
     down = _matrices(name, "down_proj", down_proj_weight, down_proj_scale, str(quant_method), permute_input)
@@ -115,7 +115,7 @@ def moe_expert_ffn(
     if capacity is None:
         sizes = paddle.concat([sizes[:1], sizes[1:] - sizes[:-1]])
     else:
-        offsets = [expert * capacity for expert in range(num_experts + 1)]
+        sizes, offsets = sizes.clip(0, capacity), [expert * capacity for expert in range(num_experts + 1)]
     rows = permute_input if capacity is None else permute_input.reshape([num_experts * capacity, hidden])
     columns = grouped_gemm(rows, up_gate, sizes, False, expert_offsets=offsets, bias=up_gate_proj_bias)
     out = grouped_gemm(_activated(columns, activation), down, sizes, False, expert_offsets=offsets)
