@@ -44,7 +44,8 @@ def arguments() -> dict[Any, dict[str, Any]]:
 
 def on_another_device() -> list[str]:
     """The names of FastDeploy's operators whose results have another place than their arguments, or other bits."""
-    place, wrong = paddle.set_device(paddle.get_device()), []
+    device, wrong = paddle.get_device(), []
+    place = paddle.set_device(device)
     paddle.set_device("cpu")
     with use_backend("reference"):
         for call in FASTDEPLOY_CALLS:
@@ -53,7 +54,19 @@ def on_another_device() -> list[str]:
                 got.place == place and to_numpy(got).tobytes() == to_numpy(on_cpu).tobytes() for got, on_cpu in pairs
             ):
                 wrong.append(call.name)
+    paddle.set_device(device)
     return wrong
+
+
+def errors_without_operators() -> list[str]:
+    """The errors of FastDeploy's operators on a device for which the library has none."""
+    place, found = paddle.set_device(paddle.get_device()), []
+    for call in FASTDEPLOY_CALLS:
+        try:
+            call.run(place)
+        except ValueError as error:
+            found.append(f"{call.function} says {error}")
+    return found
 
 
 def results(value: Any) -> list[paddle.Tensor]:
@@ -95,3 +108,11 @@ def test_tensors_on_several_devices_are_named():
 
 def test_fastdeploys_operators_stay_on_the_device_of_their_arguments():
     assert run(on_another_device, 1, "stub") == [[]]
+
+
+def test_fastdeploys_operators_name_themselves_where_the_library_has_none():
+    ((*errors,),) = run(errors_without_operators, 1, "stub")
+    text = "every tensor must be in CPU memory (this build has no GPU operators)"
+    names = [error.partition(" ")[0] for error in errors]
+    assert errors == [f"{name} says {name}: {text}" for name in names]
+    assert {"moe_expert_dispatch", "noaux_tc", "moe_expert_reduce"} <= set(names)

@@ -82,6 +82,11 @@ BAD_VALUES = [
     ),
     (
         "moe_expert_ffn",
+        {"tokens_expert_prefix_sum": np.array([1, 2, T + 1])},
+        "tokens_expert_prefix_sum must be ascending, from 0 to the 5 rows of permute_input, but got [1, 2, 6]",
+    ),
+    (
+        "moe_expert_ffn",
         {"up_gate_proj_weight": ones(E, H, 7)},
         "up_gate_proj_weight must be matrices of 3 experts for 6 columns of permute_input and 2 * I of its own, "
         "but got [3, 6, 7]",

@@ -147,7 +147,7 @@ def ep_moe_expert_dispatch_fp8(
     _check_slots(name, input, topk_ids, topk_weights)
     num_tokens, topk = topk_ids.shape
     _checks.tensor(name, "scale", scale, (paddle.float32, paddle.int32), ["num_tokens", "num_scales"])
-    is_known = num_tokens >= 0 and scale.shape[0] >= 0
+    is_known = min(num_tokens, scale.shape[0]) >= 0
     if is_known and scale.shape[0] not in (num_tokens, ceil_to(num_tokens, 4)):
         expected = f"of shape [{num_tokens}, num_scales] or [{ceil_to(num_tokens, 4)}, num_scales]"
         _checks.bad_value(name, "scale", expected, list(scale.shape))
