@@ -33,7 +33,7 @@ from ..mlp import (
 )
 from ..routing import Plan, as_plan, check_weights, row_probs, tokens_of
 from ._common import Size, described, initial, sizes, weight
-from .quantized import codes_of, matrices_of, refuse_sharded_state, replace_matrices, values_of
+from ._quantized import codes_of, matrices_of, refuse_sharded_state, replace_matrices, values_of
 
 _NAME = "SwiGLUExperts"
 
@@ -416,7 +416,7 @@ def _combined_codes(
     keep: str,
     workspace_mb: int,
 ) -> Tensor:
-    """`_combined` with `quantized.codes_of` a layer; tracing by bytecode passes tensors alone through."""
+    """`_combined` with `_quantized.codes_of` a layer; tracing by bytecode passes tensors alone through."""
     plan = _plan_of_tokens(name, "rows", x, plan, codes[0], *sizes_of[:2])
     by_slot = probs is not None and check_weights(name, "probs", probs, plan)
     _checks.same_place(name, rows=x, gate_up_codes=codes[0], plan=plan.row_to_token, probs=probs)

@@ -23,11 +23,13 @@ import paddle_moe_ops
 from paddle_moe_ops import (
     Float8Matrices,
     Plan,
+    QuantizedMatrices,
     explain,
     moe_mlp,
     patch_paddle,
     patched_paddle,
     permute,
+    quantize_experts,
     quantized_experts,
     route,
     unpatch_paddle,
@@ -48,6 +50,7 @@ from paddle_moe_ops.nn import (
     SwiGLU,
     SwiGLUExperts,
     TopKRouter,
+    keep_float8_matrices,
     lay_side_by_side,
     load_balance_loss,
     router_z_loss,
@@ -65,7 +68,7 @@ FOLDER = str(Path(paddle_moe_ops.__file__).parent)
 # For arrays of NumPy, for several processes, or for models of PaddleFormers.
 CALLS = [*OWN_CALLS, *FASTDEPLOY_CALLS]
 NO_PROGRAMS = ("reference", "testing", "expert_parallel", "integrations")
-OF_DYGRAPH = {lay_side_by_side, quantized_experts}
+OF_DYGRAPH = {lay_side_by_side, quantize_experts, quantized_experts}
 OF_DYGRAPH |= {fastdeploy.patch_fastdeploy, fastdeploy.patched_fastdeploy, fastdeploy.unpatch_fastdeploy}
 OF_DYGRAPH |= {getattr(fastdeploy, name) for name in DYGRAPH_NAMES}
 
@@ -241,6 +244,7 @@ def with_layers(place: Any) -> tuple[Callable[..., Any], list[Any]]:
         ids, probs, scores, logits = RouterOutput(*router(x))
         plan = route(ids, num_experts=E)
         set_is_first_microbatch(layer)
+        keep_float8_matrices(layer)
         kept = Float8Matrices()
         out = layer(x) + shared(x) + experts(x, plan=plan, probs=probs, combine=True)
         if kept.is_empty:
@@ -252,9 +256,23 @@ def with_layers(place: Any) -> tuple[Callable[..., Any], list[Any]]:
     return run, [paddle.randn([T, H])]
 
 
+def with_codes(place: Any) -> tuple[Callable[..., Any], list[Any]]:
+    experts = SwiGLUExperts(E, H, 4).quantize("int8")
+    x, ids = made_of(ones(T, H), place), made_of(IDS, place)
+
+    def run(x, ids):
+        gate_up = QuantizedMatrices(experts.gate_up_codes, experts.gate_up_scales, "int8", True)
+        down = QuantizedMatrices(experts.down_codes, experts.down_scales, "int8", True)
+        plan = route(ids, num_experts=E)
+        return moe_mlp(x, plan, None, gate_up, down), experts(x, plan=plan, combine=True)
+
+    return run, [x, ids]
+
+
 PROGRAMS: dict[str, tuple[Program, set[Any]]] = {
     **{name: (program_of(function, arguments), {function}) for name, function, arguments in calls()},
     "guards": (with_guards, {unpatch_paddle, patched_paddle, patch_paddle, use_backend, route, Plan, permute, explain}),
+    "codes": (with_codes, {QuantizedMatrices}),
     "layers": (
         with_layers,
         {
@@ -264,6 +282,7 @@ PROGRAMS: dict[str, tuple[Program, set[Any]]] = {
             SwiGLU,
             SwiGLUExperts,
             RouterOutput,
+            keep_float8_matrices,
             set_is_first_microbatch,
             Float8Matrices,
             moe_mlp,
