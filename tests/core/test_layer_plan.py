@@ -211,6 +211,7 @@ def test_float8_passes_neither_gather_tokens_nor_have_tiles_of_160_rows(core: Co
         made = choices(core, **{**FLOAT8, "backward": which, "workspace": workspace})
         assert (made.gathers, made.sum_tile_rows) == (0, PING_PONG)
         assert made.chunk_columns == (256 if workspace == 1 else 784)
+        assert made.buffer_bytes == 2 * 200 * made.chunk_columns  # permuted rows are codes, in memory of their own
         assert made.num_chunks == (2 if workspace == 1 else 1)
 
 

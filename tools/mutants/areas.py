@@ -392,6 +392,12 @@ EQUIVALENT = (
         r"wide\.max\(axis=-1",
         "a softmax of shifted numbers",
     ),
+    (
+        r"csrc/layer/plan\.cc",
+        "constant",
+        r"kMaxInnerOfWide =|kMaxInnerWithWaste =|kMaxColumnsOfGatheringWgrad =",
+        "multiples of 8 are compared with these",
+    ),
     (r"reference/chunks\.py", "slice dropped", r"\[:num_chunks\]", "the last one is not used"),
 )
 

@@ -22,7 +22,8 @@ constexpr int64_t kMinPingPongRows = 512, kMinSwapAbInner = 512;
 // With many rows per expert, the ping-pong kernel also wins for longer K, since its epilogue overlaps the next mainloop. Its
 // smaller tiles read operands more often than 160 x 256 ones, so K has a maximum: one for tiles of 192 columns, one for 128 columns
 // on GPUs with at least this many GB/s per SM (H200: 37, H100: 25; no other GPU was measured).
-constexpr int64_t kManyRows = 1024, kMaxInnerOfWide = 3072, kMaxInnerOfNarrow = 2048, kFastGbpsPerSm = 35;
+constexpr int64_t kManyRows = 1024, kFastGbpsPerSm = 35;
+constexpr int64_t kMaxInnerOfWide = 3072, kMaxInnerOfNarrow = 2048;
 // Tiles of 192 columns are faster if they divide the width, and up to this K if at most 1/16 of the columns is wasted.
 constexpr int64_t kMaxInnerWithWaste = 1024;
 
