@@ -370,6 +370,15 @@ def test_kept_matrices_hold_the_memory_that_a_parameter_has_left(rng):
         layer.call(leaves, "cpu", float8_matrices=kept)
 
 
+def test_a_cache_that_another_thread_has_cleared_stays_empty():
+    kept = Float8Matrices()
+    forward, both = ("codes", "scales"), ("codes", "scales", "transposed codes", "transposed scales")
+    assert expert_calls.made_by(kept, "compiled", lambda: forward) is forward
+    kept.clear()
+    assert expert_calls.replaced_by(kept, forward, both) is both
+    assert kept.is_empty
+
+
 def test_layers_pass_the_option_on(rng, place):
     paddle.seed(3)
     layer = MoELayer(72, 24, 5, 2, compute=FLOAT8)

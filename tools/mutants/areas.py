@@ -269,6 +269,12 @@ EQUIVALENT = (
         r"each\.detach\(\) for each in made",
         "they are results of a node",
     ),
+    (
+        r"backends/experts\.py",
+        "constant",
+        r"\(\*self\.wanted, False\)\[:4\]",
+        "the gradient of weights that are not given is dropped",
+    ),
     (r"", "constant", r"reshape\(-1\)", "any negative number will do"),
     (r"_checks\.py", "method dropped", r"\.item\(\)", "operator.index reads a tensor as well"),
     (r"unsloth\.py", "method dropped", r"slot_to_row\.numpy\(\)\)", "NumPy takes a tensor as indices as well"),
