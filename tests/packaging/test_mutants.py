@@ -128,6 +128,25 @@ def test_failing_tests_that_are_left_out_are_named_with_a_survivor(tmp_path, cap
     assert outcome == (True, "0 tests reach it; 1 tests of the area were left out")
 
 
+def test_lines_of_an_import_are_reached_by_no_test(tmp_path):
+    tree, folder = tmp_path / "tree", tmp_path / "copies"
+    (tree / "tests").mkdir(parents=True)
+    folder.mkdir()
+    (tree / "source.py").write_text("def two():\n    return 2\n\nTWO = two()\n\ndef three():\n    return 3\n")
+    (tree / "tests" / "test_two.py").write_text(
+        "import subprocess, sys\nimport source\n\n"
+        "def test_one():\n    subprocess.run([sys.executable, '-c', 'import source; source.three()'], check=True)\n\n"
+        "def test_two():\n    assert source.two() == 2\n"
+    )
+    copy = module("copies").Copy(tree, folder, links=False)
+    command = module("copies").pytest_of(tree, module("areas").Area((), ()))
+    record = copy.recorded(["tests/test_two.py"], ["source.py"], command, leaves_out=False)
+    assert record.reached == {
+        **{f"source.py:{line}": [1] for line in (1, 2)},
+        **{f"source.py:{line}": [0] for line in (6, 7)},
+    }
+
+
 @pytest.mark.parametrize("runs_slow", [False, True])
 def test_slow_tests_run_in_areas_that_name_them(tmp_path, runs_slow):
     tree, folder = tmp_path / "tree", tmp_path / "copy"

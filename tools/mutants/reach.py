@@ -5,6 +5,9 @@
 A folder (MUTANTS_CHILDREN) contains the number of the test that runs, which all processes map into memory, and one file
 of lines for each process: "test path:line". A process that is killed runs no handler at its end, so a line is written
 when a test first reaches it. MUTANTS_SOURCES has the paths of the sources, separated by os.pathsep.
+
+Lines that an import runs are left out: pytest imports the sources before its first test, so only tests that start
+processes would reach them.
 """
 
 from __future__ import annotations
@@ -57,10 +60,19 @@ class Tracer:
         if path is None:
             return None
         reached = self._current.get(), path, frame.f_lineno
-        if reached not in self._seen:
+        if reached not in self._seen and not self._is_of_import(frame):
             self._seen.add(reached)
             os.write(self._file, f"{reached[0]} {path}:{reached[2]}\n".encode())
         return self._trace
+
+    def _is_of_import(self, frame: FrameType | None) -> bool:
+        """True if the import of a source runs the frame."""
+        while frame is not None:
+            code, name = frame.f_code, frame.f_globals.get("__name__")
+            if code.co_name == "<module>" and code.co_filename in self._sources and name != "__main__":
+                return True
+            frame = frame.f_back
+        return False
 
 
 def reached_lines(folder: str) -> dict[str, list[int]]:
