@@ -68,8 +68,7 @@ def destination_of(parameter: Tensor) -> Destination | None:
         return Destination(held, True)
     if name == "grad":
         return None
-    with paddle.no_grad():
-        parameter.main_grad = filled(parameter.shape, 0, "float32", like=parameter)
+    parameter.main_grad = filled(parameter.shape, 0, "float32", like=parameter)
     return Destination(parameter.main_grad, False)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from .._graphs import dense, without_autocast
+from .._graphs import dense
 from .autograd import Call, Gradients, connect, first_order_only, wants_gradient
 from .base import (
     Backend,
@@ -282,11 +282,10 @@ def connected_mlp(
     ]
     trains = wants_gradient(x, gate_up, down, weights)
     if spec.quantized is not None:
-        with paddle.no_grad(), without_autocast():
-            matrices = gate_up.detach(), down.detach(), spec.transpose, trains
-            made = made_by(spec.quantized, kernels.name, lambda: kernels.quantize_experts(*matrices))
-            if trains:
-                made = replaced_by(spec.quantized, made, kernels.for_both_passes(made))
+        matrices = gate_up.detach(), down.detach(), spec.transpose, trains
+        made = made_by(spec.quantized, kernels.name, lambda: kernels.quantize_experts(*matrices))
+        if trains:
+            made = replaced_by(spec.quantized, made, kernels.for_both_passes(made))
         spec = spec._replace(quantized=made)
     if not trains:
         return kernels.moe_mlp(x, gate_up, down, weights, spec, False)[0]

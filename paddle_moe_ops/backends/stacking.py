@@ -59,8 +59,7 @@ def view_of(tensors: Sequence[Tensor]) -> Tensor | None:
 def parts_of(whole: Tensor) -> list[Tensor]:
     """Return views whole[0], whole[1], ... on every device, without gradients."""
     whole = dense(whole.detach())
-    with paddle.no_grad():
-        parts = paddle.unbind(whole)
+    parts = paddle.unbind(whole)
     last = (len(parts) - 1) * parts[0].size * whole.element_size()
     if parts[0].data_ptr() == whole.data_ptr() and parts[-1].data_ptr() == whole.data_ptr() + last:
         return parts
@@ -89,8 +88,7 @@ def lay_side_by_side(parameters: Sequence[Tensor]) -> None:
     """
     if view_of(parameters) is not None:
         return
-    with paddle.no_grad():
-        whole = paddle.stack([each.detach() for each in parameters])
+    whole = paddle.stack([each.detach() for each in parameters])
     for parameter, part in zip(parameters, parts_of(whole), strict=True):
         part._share_buffer_to(parameter)
         parameter.laid_at = _location(parameter)
@@ -174,8 +172,7 @@ def destination_of_matrices(given: Tensor | Sequence[Tensor]) -> Destination | N
     owners = [hasattr(each, "main_grad") for each in given]
     held = [each.main_grad if owns else each.grad for each, owns in zip(given, owners, strict=True)]
     if all(owners) and all(each is None for each in held):
-        with paddle.no_grad():
-            whole = filled([len(given), *given[0].shape], 0, "float32", like=given[0])
+        whole = filled([len(given), *given[0].shape], 0, "float32", like=given[0])
         for parameter, part in zip(given, parts_of(whole), strict=True):
             parameter.main_grad = part
         return Destination(whole, False)
