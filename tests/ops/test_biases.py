@@ -15,6 +15,7 @@ import pytest
 
 from paddle_moe_ops import permute, reference, use_backend
 from paddle_moe_ops.backends.arrays import to_numpy
+from paddle_moe_ops.backends.reference import backend as reference_backend
 from paddle_moe_ops.gemm import grouped_gemm
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.tolerances import assert_close_sums, dtype_tols
@@ -167,6 +168,18 @@ def test_only_the_gradient_that_is_wanted_is_made(wanted, name, rng, place):
     assert {key for key, leaf in leaves.items() if leaf.grad is not None} == {wanted}
     if wanted == "bias":
         np.testing.assert_allclose(leaves["bias"].grad.numpy(), np.repeat([SIZES], N, axis=0).T, rtol=1e-6)
+
+
+@pytest.mark.parametrize("wanted", ["X", "W"])
+def test_kernels_make_no_gradient_that_is_not_wanted(wanted, rng, place, monkeypatch):
+    arrays = {"X": ordinary(rng, (12, D)), "W": ordinary(rng, (E, N, D))}
+    leaves = {key: tensor(array, place, gradient=key == wanted) for key, array in arrays.items()}
+    kernels, seen = reference_backend.kernels, []
+    original = kernels.grouped_gemm_backward
+    monkeypatch.setattr(kernels, "grouped_gemm_backward", lambda *given: seen.append(given[-1]) or original(*given))
+    with use_backend("reference"):
+        grouped_gemm(**leaves, m_sizes=SIZES, expert_offsets=OFFSETS).sum().backward()
+    assert seen == [(wanted == "X", wanted == "W", False, False)]  # nor of weights and biases that are not given
 
 
 @BACKENDS

@@ -22,6 +22,7 @@ from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.tolerances import assert_close_float8
 from tests.ops.interpreting import SHAPE
 from tests.ops.problems import ordinary, plan_tensors, tensor
+from tests.ops.test_autograd import FROM_BACKWARD
 from tests.ops.test_moe_mlp import AXES, BUFFER_SIZES, BY_DTYPE, BY_LAYOUT, Layer
 from tests.pairwise import pairwise
 from tests.params import EMPTY, MANY_EXPERTS, ODD, ONE_TOKEN, PADDED
@@ -238,6 +239,16 @@ def test_matrices_that_are_kept_to_serve_take_half_of_the_memory_and_then_train(
         assert_bits_equal(leaf.grad, expected[name], what=name)
 
 
+def test_with_kept_matrices_tokens_that_were_changed_in_place_raise(rng, place, backend):
+    layer = Float8Layer(rng, ODD)
+    leaves = layer.leaves(place)
+    x = leaves["x"] * 1.0
+    out = layer.call({**leaves, "x": x}, place, float8_matrices=Float8Matrices())
+    x.detach().add_(paddle.ones_like(x))  # an alias of it
+    with pytest.raises(FROM_BACKWARD, match="was changed in place after the forward"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize("backends", [("reference", None), (None, "reference")], ids=str)
 def test_a_backend_quantises_matrices_that_another_one_has_kept(backends, rng, place):
     layer, kept = Float8Layer(rng, SHAPE, BF16, form="by slot", sizes=(16, 128)), Float8Matrices()
@@ -323,6 +334,17 @@ def test_kept_matrices_are_quantised_outside_of_mixed_precision(rng, monkeypatch
             tracer._amp_level = before
         assert_bits_equal(out, expected["out"], what="out")
     assert seen == [False]
+
+
+def test_kept_matrices_belong_to_the_dtype_of_mixed_precision(monkeypatch):
+    kept, gate_up, down = Float8Matrices(), paddle.zeros([2, 4, 6]), paddle.zeros([2, 3, 4])
+    monkeypatch.setattr(paddle.amp, "is_autocast_enabled", lambda: True)  # auto_cast does nothing on a CPU
+    found = []
+    for dtype in ("bfloat16", "bfloat16", "float16"):
+        monkeypatch.setattr(paddle.amp, "get_autocast_dtype", lambda dtype=dtype: dtype)
+        found.append(expert_calls.holds_others(kept, gate_up, down, False))
+        expert_calls.made_by(kept, "compiled", tuple)
+    assert found == [False, False, True]
 
 
 def test_a_plan_with_groups_that_overlap_is_named(rng):

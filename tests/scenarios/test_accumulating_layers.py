@@ -65,6 +65,20 @@ def test_a_second_backward_pass_raises(make):
         loss.backward()
 
 
+def test_a_backward_pass_that_only_accumulates_runs_with_create_graph():
+    x, plan, gate_up, down = paddle.randn([T, H]), plan_of_slots(), parameter(E, H, 2 * I), parameter(E, I, H)
+    sums = []
+    for options in ({}, {"create_graph": True}):
+        gate_up.main_grad, down.main_grad = paddle.zeros(gate_up.shape), paddle.zeros(down.shape)
+        out = moe_mlp(x, plan, None, gate_up, down, compute="fp8_1x128", accumulate=True)
+        made = paddle.grad([out.square().sum()], [gate_up, down], allow_unused=True, **options)
+        assert made == [None, None]
+        sums.append((gate_up.main_grad.numpy(), down.main_grad.numpy()))
+    for plain, with_graph in zip(*sums, strict=True):
+        assert plain.any()
+        np.testing.assert_array_equal(with_graph, plain)
+
+
 @pytest.mark.parametrize("as_list", [False, True], ids=["tensor", "list"])
 @pytest.mark.parametrize("shape", [(H, 2 * I - 1), (H - 1, 2 * I), (1, 1)])
 @pytest.mark.parametrize("holder", ["main_grad", "grad"])
