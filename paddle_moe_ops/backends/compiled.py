@@ -485,9 +485,7 @@ class CompiledBackend:
     def make_row_id_map(
         self, token_rows: Tensor, row_to_expert: Tensor, pad_offsets: Tensor | None, num_experts: int
     ) -> Tensor:
-        row_id_map = _run("make_row_id_map", token_rows, row_to_expert, pad_offsets, num_experts)[0]
-        _stop_gradients(row_id_map)
-        return row_id_map
+        return _run("make_row_id_map", token_rows, row_to_expert, pad_offsets, num_experts)[0]
 
     def read_rowmap(
         self, rowmap: Tensor, pad_offsets: Tensor | None, num_rows: Tensor | None, spec: RowmapSpec

@@ -285,6 +285,7 @@ def test_a_layer_on_kernels_says_its_chunks_and_kernels(transpose):
     assert re.fullmatch(rf"forward: workspace 0\.1 MiB; {gathered}", forward)
     assert re.fullmatch(rf"backward: workspace 0\.1 MiB; {gathered}", backward)
     assert layers.explain_library(x, down, spec, (False,) * 4) == [first, forward]
+    assert layers.explain_library(x, down, spec, (True, False, False, False)) == [first, forward, backward]
     spec.accumulates = True
     assert layers.explain_library(x, down, spec, (True,) * 4)[0] == NODE
 
