@@ -132,6 +132,16 @@ def test_on_interpreted_kernels(interpreted, form, rng):
     assert interpreted.launches.count("bias_gradient_kernel") == 1
 
 
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(("wanted", "launches"), [("X", 0), ("W", 0), ("bias", 1), ("topk_weights", 1)])
+def test_interpreted_kernels_read_a_bias_for_its_gradient_and_that_of_weights_alone(wanted, launches, interpreted, rng):
+    product = Product(rng, "by row", np.float16)
+    leaves = {name: tensor(array, "cpu", gradient=name == wanted) for name, array in product.arrays.items()}
+    with use_backend("triton"):
+        grouped_gemm(**leaves, plan=plan_tensors(product.plan, "cpu"), weights_by="row").sum().backward()
+    assert interpreted.launches.count("bias_gradient_kernel") == launches
+
+
 @BACKENDS
 @pytest.mark.parametrize("form", ["rows", "by row"])
 def test_rows_of_no_group_are_zeros_and_change_no_gradient(form, name, rng, place):

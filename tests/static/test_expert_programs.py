@@ -15,7 +15,7 @@ import pytest
 from paddle.static import InputSpec
 
 from paddle_moe_ops import moe_mlp, route
-from paddle_moe_ops.backends import register_operators
+from paddle_moe_ops.backends import compiled, register_operators
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.gemm import grouped_gemm
 from paddle_moe_ops.nn import MoELayer
@@ -150,6 +150,19 @@ def test_a_program_knows_shapes_and_dtypes_of_both_results(operator, keeps, dtyp
         known = [(list(each.shape), each.dtype) for each in call(*inputs)]
     assert [out.shape, hidden.shape] == [[63, D], [63 * K if keeps else 0, 2 * N]]
     assert known == [([-1, D], out.dtype), ([-1 if keeps else 0, 2 * N], hidden.dtype)]
+
+
+def test_a_backward_pass_of_a_graph_overwrites_nothing_that_is_kept(monkeypatch):
+    """It may run twice, and no version of a tensor tells."""
+    seen, original = [], compiled.moe_mlp
+
+    def spy(*operands, **options):
+        seen.append(options["in_place"])
+        return original(*operands, **options)
+
+    monkeypatch.setattr(compiled, "moe_mlp", spy)
+    operators_of(layer, "float32")
+    assert seen == [False]
 
 
 def save(folder: Path, dtype: str) -> str:

@@ -346,6 +346,12 @@ EQUIVALENT = (
         "memory of a GPU",
     ),
     (r"expert_parallel/symmetric_memory\.py", "constant", r"_RECOMMENDED_GRANULARITY =", "memory of a GPU"),
+    (
+        r"expert_parallel/symmetric_memory\.py",
+        "constant",
+        r"^_NO_ACCESS, _IN_PLACE =",
+        "1 is PROT_READ for addresses that are mapped again, and MAP_SHARED, which the mapping has",
+    ),
     (r"expert_parallel/symmetric_buffers\.py", "constant", r"^FETCHED_", "memory of a GPU"),
     (r"expert_parallel/peer\.py", "finally dropped", r"arrivals = ", "streams of a GPU join after an error"),
     (
