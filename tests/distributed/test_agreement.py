@@ -130,3 +130,13 @@ def test_ranks_whose_reduction_fails_announce_it_and_name_those_that_do_not(anno
         text = caught(lambda: meeting.largest("f", paddle.zeros([1])))
         assert store.announced["0"] == count
     assert text == f"RuntimeError: f: rank 0 could not exchange data with {others}: reset by peer"
+
+
+def test_a_reduction_that_does_not_block_is_awaited_up_to_the_time_limit(monkeypatch):
+    Store(monkeypatch, 0)
+    seen, task = [], SimpleNamespace(is_completed=lambda: False)
+    monkeypatch.setattr(paddle.distributed, "all_reduce", lambda *_, **how: seen.append(how) or task)
+    group = Group(0, 110, [0, 1], SimpleNamespace(name=lambda: "NCCL"))
+    text = caught(lambda: Rendezvous(group, 0.04).largest("f", paddle.zeros([1])))
+    assert text.startswith("RuntimeError: f: rank 0 waited 0.04 s for ranks [1] of [0, 1], which did not come")
+    assert seen == [{"op": paddle.distributed.ReduceOp.MAX, "group": group, "sync_op": False}]
