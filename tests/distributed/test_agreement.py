@@ -140,3 +140,19 @@ def test_a_reduction_that_does_not_block_is_awaited_up_to_the_time_limit(monkeyp
     text = caught(lambda: Rendezvous(group, 0.04).largest("f", paddle.zeros([1])))
     assert text.startswith("RuntimeError: f: rank 0 waited 0.04 s for ranks [1] of [0, 1], which did not come")
     assert seen == [{"op": paddle.distributed.ReduceOp.MAX, "group": group, "sync_op": False}]
+
+
+def test_a_store_that_failed_is_asked_no_more(monkeypatch):
+    asked: list[str] = []
+
+    def add(key: str, number: int) -> int:
+        asked.append(key)
+        raise RuntimeError("closed")
+
+    monkeypatch.setattr(rendezvous.core, "create_or_get_global_tcp_store", lambda: SimpleNamespace(add=add))
+    monkeypatch.setattr(paddle.distributed, "all_reduce", failing)
+    meeting = Rendezvous(Group(0, 111, [0, 1], SimpleNamespace(name=lambda: "NCCL")), 0.04)
+    for _ in range(2):
+        text = caught(lambda: meeting.largest("f", paddle.zeros([1])))
+        assert "with the other ranks of [0, 1], one of which may have ended or failed" in text
+    assert len(asked) == 1

@@ -258,6 +258,12 @@ EQUIVALENT = (
         r"row_to_slot\.clip\(min=0\)",
         "Paddle's gather reads the last element for -1, which becomes 0 like any",
     ),
+    (
+        r"backends/stacking\.py",
+        "arithmetic|comparison",
+        r"last = \(len\(parts\)|parts\[-1\]\.data_ptr\(\) ==",
+        "slices are views, too, and take longer",
+    ),
     (r"backends/compiled\.py", "", r"loader\.exec_module\(", "a module of C is complete when it is created"),
     (r"backends/base\.py", "elements swapped", r"^OPERATORS", "the order in which explain lists them"),
     (r"backends/reference\.py", "method dropped", r"d_gating\.astype", "its last bit is far below the tolerance"),
@@ -346,6 +352,12 @@ EQUIVALENT = (
         "memory of a GPU",
     ),
     (r"expert_parallel/symmetric_memory\.py", "constant", r"_RECOMMENDED_GRANULARITY =", "memory of a GPU"),
+    (
+        r"expert_parallel/peer\.py",
+        "constant",
+        r"scales = -\(-rows \* self\.scale_columns \* 4 // page",
+        "more room than the scales take",
+    ),
     (
         r"expert_parallel/symmetric_memory\.py",
         "constant",
