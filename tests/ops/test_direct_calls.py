@@ -188,5 +188,5 @@ def test_other_threads_run_while_an_operator_does(place, direct):
 def test_a_direct_call_names_the_problem_of_a_library_that_does_not_load(monkeypatch):
     monkeypatch.setattr(compiled, "_direct", {})
     monkeypatch.setattr(compiled, "_library_problem", lambda: "it is missing")
-    with pytest.raises(RuntimeError, match="^this needs the compiled operators, but it is missing$"):
+    with pytest.raises(RuntimeError, match=r"^this needs the compiled operators, but it is missing$"):
         compiled.direct("near_blocks", paddle.zeros([1, 1, 1]))

@@ -169,7 +169,7 @@ AREAS = {
         ("dispatch", "alltoall", "deep_ep"),
         (
             *("plans", "transports", "deep_ep", "arguments_stay", "expert_parallel_errors", "expert_parallel"),
-            *("expert_parallel_layer", "calls_of_ranks", "programs_that_differ"),
+            *("expert_parallel_layer", "calls_of_ranks", "programs_that_differ", "closed_layers"),
         ),
         _tests("ops", "sharded_experts"),
     ),
@@ -177,7 +177,7 @@ AREAS = {
         ("peer", "symmetric_memory", "symmetric_buffers"),
         (
             *("shared_buffers", "arguments_stay", "expert_parallel", "expert_parallel_errors"),
-            *("calls_of_ranks", "ranks_that_do_not_come"),
+            *("calls_of_ranks", "ranks_that_do_not_come", "closed_layers"),
         ),
         _tests("ops", "rank_operators"),
     ),
