@@ -170,6 +170,19 @@ def test_errors_of_combine_say_whether_it_takes_rows_or_tokens(combine, what, op
     assert run(bad_outputs, 2, combine=combine, **options) == [what, what]
 
 
+def no_slots(**options: Any) -> str:
+    """The error of tokens without a slot, whose data are not checked."""
+    ep = ExpertParallel(4, combine="reduced", **options)
+    ids, probs = paddle.zeros([2, 0], "int32"), paddle.zeros([2, 0])
+    return caught(lambda: ep.dispatch(paddle.ones([2, 64]), ids, probs, validate=False))
+
+
+@pytest.mark.parametrize("options", [{}, {"transport": "peer", "tokens_per_rank": 2}], ids=["exchanged", "peer"])
+def test_tokens_without_a_slot_are_refused(options):
+    text = "ValueError: ExpertParallel.dispatch: ids must be of shape [num_tokens, topk] with topk >= 1, but got [2, 0]"
+    assert run(no_slots, 2, **options) == [text, text]
+
+
 def test_calls_without_a_group_name_bad_arguments():
     layer = MoELayer(2, 3, 4, 1)
     optimizer = paddle.optimizer.SGD(parameters=layer.parameters())

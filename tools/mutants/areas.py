@@ -338,6 +338,12 @@ EQUIVALENT = (
         r"rest = paddle\.zeros",
         "the words before them say that this rank raised, so nothing reads them",
     ),
+    (
+        r"expert_parallel/agreement\.py",
+        "comparison",
+        r"group\.rank < 0 and group\.ranks ==",
+        "a group of this rank alone does what the one that replaces it does",
+    ),
     (r"expert_parallel/agreement\.py", "slice dropped", r"words\[:-1\] != told\[0\]", "a shortcut to the checks below"),
     (
         r"expert_parallel/symmetric_buffers\.py",
