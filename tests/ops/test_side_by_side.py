@@ -397,3 +397,12 @@ def test_neighbours_in_allocations_of_their_own_are_no_view():
     alone = paddle.ones([3, 4])
     assert view_of([alone]) is not None
     assert view_of([alone, second]) is None
+
+
+def test_parts_are_views_where_unbind_copies(monkeypatch):
+    unbind = paddle.unbind
+    monkeypatch.setattr(paddle, "unbind", lambda whole: [each.clone() for each in unbind(whole)])
+    whole = paddle.arange(24, dtype="float32").reshape([2, 3, 4])
+    parts = parts_of(whole)
+    assert [each.data_ptr() - whole.data_ptr() for each in parts] == [0, 48]
+    assert_bits_equal(paddle.stack(parts), whole)

@@ -264,6 +264,7 @@ EQUIVALENT = (
         r"last = \(len\(parts\)|parts\[-1\]\.data_ptr\(\) ==",
         "slices are views, too, and take longer",
     ),
+    (r"backends/matmul\.py", "", r"^            return _multiply\(x, w, weights, bias,", "the suites on a GPU see it"),
     (r"backends/compiled\.py", "", r"loader\.exec_module\(", "a module of C is complete when it is created"),
     (r"backends/base\.py", "elements swapped", r"^OPERATORS", "the order in which explain lists them"),
     (r"backends/reference\.py", "method dropped", r"d_gating\.astype", "its last bit is far below the tolerance"),
