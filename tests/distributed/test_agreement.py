@@ -124,12 +124,23 @@ def failing(*_: Any, **__: Any) -> None:
 def test_ranks_whose_reduction_fails_announce_it_and_name_those_that_do_not(announced, others, monkeypatch):
     store = Store(monkeypatch, announced)
     monkeypatch.setattr(paddle.distributed, "all_reduce", failing)
+    naps: list[float] = []
+    monkeypatch.setattr(rendezvous, "_nap", lambda seconds: naps.append(seconds) or True)
     group = Group(0, 100 + announced, [0, 1], SimpleNamespace(name=lambda: "NCCL"))
     meeting = Rendezvous(group, 0.04)
     for count in (1, 2):
         text = caught(lambda: meeting.largest("f", paddle.zeros([1])))
         assert store.announced["0"] == count
     assert text == f"RuntimeError: f: rank 0 could not exchange data with {others}: reset by peer"
+    assert set(naps) <= {0.01 / 4}  # none if the store took longer
+
+
+@pytest.mark.parametrize(("limit", "quiet"), [(0.04, 0.01), (600.0, 1.0)])
+def test_a_rank_announces_that_it_waits_after_a_quarter_of_its_time_or_a_second(limit, quiet):
+    seen: list[float] = []
+    group = Group(0, 112, [0, 1], SimpleNamespace(name=lambda: "NCCL"))
+    Rendezvous(group, limit)._wait("f", lambda seconds: seen.append(seconds) or True)
+    assert seen == [quiet]
 
 
 def test_a_reduction_that_does_not_block_is_awaited_up_to_the_time_limit(monkeypatch):
