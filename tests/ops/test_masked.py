@@ -304,6 +304,12 @@ def test_index_map_is_a_stable_sort_of_all_slots(num_experts, num_out_tokens, rn
     assert_close_sums(probs_tensor.grad, expected.reshape(T, 3), size.reshape(T, 3), tolerance, what="d_probs")
 
 
+def test_index_map_puts_ids_beyond_all_possible_experts_last(place, backend):
+    x, ids = tensor(np.float32([[1], [2], [3]]), place), tensor(np.int32([[70000], [1], [65535]]), place)
+    rows, _ = masked.moe_permute(x, ids, map_type="index")
+    assert rows.flatten().tolist() == [2, 1, 3]
+
+
 # ---- bad maps and bad arguments
 
 

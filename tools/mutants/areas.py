@@ -362,8 +362,8 @@ EQUIVALENT = (
     (
         r"expert_parallel/peer\.py",
         "constant",
-        r"scales = -\(-rows \* self\.scale_columns \* 4 // page",
-        "more room than the scales take",
+        r"(scales|beside) = -\(-.* // page\) \* page",
+        "more room than scales and records take",
     ),
     (
         r"expert_parallel/symmetric_memory\.py",
