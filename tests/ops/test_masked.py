@@ -304,6 +304,15 @@ def test_index_map_is_a_stable_sort_of_all_slots(num_experts, num_out_tokens, rn
     assert_close_sums(probs_tensor.grad, expected.reshape(T, 3), size.reshape(T, 3), tolerance, what="d_probs")
 
 
+def test_without_validation_the_first_slot_of_an_index_map_owns_a_repeated_row(place, backend):
+    rows, row_id_map = tensor(np.float32([[1], [2], [4]]), place), tensor(np.int32([0, 0, 1]), place)
+    options = {"restore_shape": [3, 1], "map_type": "index"}
+    assert masked.moe_unpermute(rows, row_id_map, **options, validate=False).flatten().tolist() == [1, 0, 2]
+    text = "^moe_unpermute: row_id_map must name a row at most once, but row 0 is at token 0, slot 0 and at token 1"
+    with pytest.raises(ValueError, match=text):
+        masked.moe_unpermute(rows, row_id_map, **options, validate=True)
+
+
 def test_index_map_puts_ids_beyond_all_possible_experts_last(place, backend):
     x, ids = tensor(np.float32([[1], [2], [3]]), place), tensor(np.int32([[70000], [1], [65535]]), place)
     rows, _ = masked.moe_permute(x, ids, map_type="index")
