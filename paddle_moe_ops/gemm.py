@@ -151,8 +151,14 @@ def grouped_gemm(
         _checks.bad_value(name, "W", f"matrices of the {plan.num_experts} experts of plan", given)
     if bias is not None:
         matrices(name, "bias", bias, dtypes, [num_experts, first.shape[-2 if transpose else -1]])
+    if num_experts < 0 and (plan is not None or isinstance(m_sizes, (list, tuple))):  # values of a graph
+        num_experts = len(m_sizes) if plan is None else plan.num_experts
+        W = first.reshape([num_experts, 0, 0])
+        bias = bias if bias is None or isinstance(bias, Sequence) else bias.reshape([num_experts, 0])
     sizes = _row_counts(name, "m_sizes", m_sizes, num_experts)
-    offsets = None if expert_offsets is None else _row_counts(name, "expert_offsets", expert_offsets, num_experts + 1)
+    offsets = expert_offsets
+    if offsets is not None:
+        offsets = _row_counts(name, "expert_offsets", offsets, num_experts + 1 if num_experts >= 0 else -1)
     weights = weights_of_rows(name, topk_weights, weights_by, plan, X)
     biases = {} if bias is None else named("bias", bias)
     _checks.same_place(name, X=X, **named("W", W), topk_weights=topk_weights, **biases)

@@ -58,7 +58,7 @@ class MatmulBackend(LayerOperators):
         if not isinstance(w, Sequence) and w.shape[0] <= _MOST_EXPERTS and compiled.has_operators(x):
             with without_autocast():
                 return _by_operator(x, w, weights, bias, spec)
-        segments = _segments(x, spec)
+        segments = _segments(x, len(w) if isinstance(w, Sequence) else w.shape[0], spec)
         if is_on_gpu(x):
             return _multiply(x, w, weights, bias, segments, spec.transpose)
         # Paddle has no matmul of 16-bit types on the CPU, and lacks gradients of the operators around it.
@@ -78,7 +78,7 @@ def _by_operator(x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | No
     is_whole = weights is None and bias is None
     rows = compiled.grouped_product(*operands, sizes, offsets, spec.transpose, wide=not is_whole)
     if not is_whole:
-        rows = _multiply(rows, None, weights, float32(bias), _segments(x, spec), spec.transpose)
+        rows = _multiply(rows, None, weights, float32(bias), _segments(x, w.shape[0], spec), spec.transpose)
     return to_dtype(rows, x.dtype)
 
 
@@ -103,17 +103,18 @@ def _on_device(numbers: list[int] | Tensor, x: Tensor) -> Tensor:
     return paddle.to_tensor(numbers, "int64", None if is_graph_value(x) else x.place)
 
 
-def _segments(x: Tensor, spec: GemmSpec) -> Sequence[int | Tensor]:
+def _segments(x: Tensor, num_experts: int, spec: GemmSpec) -> Sequence[int | Tensor]:
     """Split the rows of x: numbers of rows of no group, group 0, no group, group 1, ... no group.
 
-    If the sizes are values of a graph, so are these numbers.
+    If the sizes are values of a graph, so are these numbers. The graph may not know how many sizes there are: if a
+    function is traced again by bytecode, dimensions that differ between the calls are unknown, except of parameters.
     """
     if _knows_groups(x, spec):
         return host_segments(x.shape[0], spec.m_sizes, spec.expert_offsets)
     num_rows = paddle.shape(x)[:1].astype("int64")
     borders = _borders_in_graph(x, spec.m_sizes, spec.expert_offsets)
     lengths = paddle.diff(borders, prepend=paddle.zeros_like(num_rows), append=num_rows)
-    return [lengths[i] for i in range(lengths.shape[0])]
+    return [lengths[i] for i in range(lengths.shape[0] if lengths.shape[0] >= 0 else 2 * num_experts + 1)]
 
 
 def _borders_in_graph(X: Tensor, sizes: list[int] | Tensor, offsets: list[int] | Tensor | None) -> Tensor:

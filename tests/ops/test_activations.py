@@ -238,6 +238,16 @@ def test_traced_layers_have_the_same_gradients(full_graph, place):
         np.testing.assert_allclose(found[1][name], due, rtol=1e-4, atol=1e-5 * np.abs(due).max(), err_msg=name)
 
 
+@pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface")
+def test_layers_with_several_numbers_of_experts_are_traced_by_bytecode(place):
+    """From the second one on, the graph does not know the number of a plan's experts."""
+    x = paddle.randn([24, D])
+    for experts in (2, 3, 4):
+        layer = MoELayer(D, N, experts, 2, activation="swiglu_oai", expert_bias=True)
+        out = paddle.jit.to_static(layer.forward, full_graph=False)(x)
+        np.testing.assert_allclose(out.numpy(), layer(x).numpy(), rtol=1e-4, atol=1e-6)
+
+
 @BY_ACTIVATION
 def test_experts_give_the_same_by_counts_by_a_plan_and_combined(activation, rng, place):
     experts = SwiGLUExperts(SMALL.E, D, N, activation=activation, bias=True)

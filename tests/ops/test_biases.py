@@ -13,7 +13,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_moe_ops import permute, reference, use_backend
+from paddle_moe_ops import permute, reference, route, use_backend
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.backends.reference import backend as reference_backend
 from paddle_moe_ops.gemm import grouped_gemm
@@ -190,6 +190,24 @@ def test_kernels_make_no_gradient_that_is_not_wanted(wanted, rng, place, monkeyp
     with use_backend("reference"):
         grouped_gemm(**leaves, m_sizes=SIZES, expert_offsets=OFFSETS).sum().backward()
     assert seen == [(wanted == "X", wanted == "W", False, False)]  # nor of weights and biases that are not given
+
+
+def product_of_sizes(x, w, bias, ids):
+    return grouped_gemm(x, w, SIZES, bias=bias)
+
+
+def product_of_plan(x, w, bias, ids):
+    return grouped_gemm(x, w, plan=route(ids, num_experts=E), permute_x=True, bias=bias)
+
+
+@pytest.mark.parametrize("function", [product_of_sizes, product_of_plan], ids=lambda function: function.__name__)
+def test_a_graph_need_not_know_how_many_matrices_there_are(function, rng, place):
+    given = [ordinary(rng, (12, D)), ordinary(rng, (E, N, D)), ordinary(rng, (E, N)), np.arange(12, dtype=np.int32) % E]
+    operands = [tensor(array, place) for array in (*given[:3], given[3].reshape(12, 1))]
+    shapes = ([12, D], "float32"), ([None, N, D], "float32"), ([None, N], "float32"), ([12, 1], "int32")
+    specs = [paddle.static.InputSpec(*each) for each in shapes]
+    traced = paddle.jit.to_static(function, input_spec=specs, full_graph=True)
+    np.testing.assert_allclose(traced(*operands).numpy(), function(*operands).numpy(), rtol=1e-5, atol=1e-5)
 
 
 @BACKENDS
