@@ -170,17 +170,23 @@ def test_errors_of_combine_say_whether_it_takes_rows_or_tokens(combine, what, op
     assert run(bad_outputs, 2, combine=combine, **options) == [what, what]
 
 
-def no_slots(**options: Any) -> str:
-    """The error of tokens without a slot, whose data are not checked."""
-    ep = ExpertParallel(4, combine="reduced", **options)
-    ids, probs = paddle.zeros([2, 0], "int32"), paddle.zeros([2, 0])
-    return caught(lambda: ep.dispatch(paddle.ones([2, 64]), ids, probs, validate=False))
+def bad_ids(**options: Any) -> list[str]:
+    """The errors of tokens without a slot, whose data are not checked, and of an id of no expert."""
+    ep, x = ExpertParallel(4, combine="reduced", **options), paddle.ones([2, 64])
+    none, bad = paddle.zeros([2, 0], "int32"), paddle.full([2, 1], 9, "int32")
+    return [
+        caught(lambda: ep.dispatch(x, none, none.astype("float32"), validate=False)),
+        caught(lambda: ep.dispatch(x, bad, bad.astype("float32"))),
+    ]
 
 
 @pytest.mark.parametrize("options", [{}, {"transport": "peer", "tokens_per_rank": 2}], ids=["exchanged", "peer"])
-def test_tokens_without_a_slot_are_refused(options):
-    text = "ValueError: ExpertParallel.dispatch: ids must be of shape [num_tokens, topk] with topk >= 1, but got [2, 0]"
-    assert run(no_slots, 2, **options) == [text, text]
+def test_tokens_without_a_slot_and_ids_of_no_expert_are_refused(options):
+    texts = [
+        "ValueError: ExpertParallel.dispatch: ids must be of shape [num_tokens, topk] with topk >= 1, but got [2, 0]",
+        "ValueError: ExpertParallel.dispatch: ids must hold expert ids in [-1, 4), but token 0, slot 0 holds 9",
+    ]
+    assert run(bad_ids, 2, **options) == [texts, texts]
 
 
 def test_calls_without_a_group_name_bad_arguments():

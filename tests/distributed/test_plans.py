@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from paddle_moe_ops import use_backend
 from paddle_moe_ops.expert_parallel import ExpertParallel
-from paddle_moe_ops.expert_parallel.alltoall import equal_parts, local_ids_of, plan_of_ranks, trimmed
+from paddle_moe_ops.expert_parallel.alltoall import chunks_of, equal_parts, local_ids_of, plan_of_ranks, trimmed
 
 RANKS, EXPERTS_OF_RANK, TOPK = 3, 2, 4
 
@@ -73,3 +73,11 @@ def test_equal_parts_have_room_for_the_experts_that_a_token_can_have_here(expert
     received = layer.dispatch(paddle.ones([3, 8]), paddle.full([3, TOPK], -1, "int32"), paddle.ones([3, TOPK]))
     assert received.tokens.shape == [5, 8]
     assert received.plan.num_rows == 5 * rows_of_token
+
+
+def test_chunks_of_rows_are_on_their_device(monkeypatch):
+    seen, like, made = [], paddle.zeros([1]), paddle.to_tensor
+    monkeypatch.setattr(paddle, "to_tensor", lambda *given, **how: seen.append(how["place"]) or made(*given, **how))
+    sizes, order = chunks_of([[1, 2], [3, 4]], like)
+    assert (sizes.tolist(), order.tolist()) == ([1, 3, 2, 4], [0, 2, 1, 3])
+    assert seen == [like.place] * 2
