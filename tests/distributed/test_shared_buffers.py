@@ -14,8 +14,8 @@ import pytest
 from numpy.typing import NDArray
 
 from paddle_moe_ops import moe_mlp
-from paddle_moe_ops.expert_parallel import ExpertParallel, Received
-from paddle_moe_ops.expert_parallel.symmetric_memory import memory_of
+from paddle_moe_ops.expert_parallel import ExpertParallel, Received, peer
+from paddle_moe_ops.expert_parallel.symmetric_memory import BufferShape, allocate, memory_of
 from paddle_moe_ops.nn import MoELayer
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
@@ -146,3 +146,25 @@ def test_regions_without_room_in_the_address_space_are_an_error():
     memory = memory_of(paddle.CPUPlace(), 1 << 60)
     text = caught(lambda: memory.map([0, 0]))
     assert text == "RuntimeError: ExpertParallel: no memory to share: Cannot allocate memory"
+
+
+def bytes_of_regions() -> list[int]:
+    """Bytes of a region of tokens, records, codes and scales."""
+    found: list[int] = []
+
+    def recorded(group: Any, like: paddle.Tensor, shape: BufferShape) -> Any:
+        found.append(shape.region_bytes)
+        return allocate(group, like, shape)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peer, "allocate", recorded)
+        ep = ExpertParallel(8, combine="reduced", transport="peer", tokens_per_rank=1024, payload="fp8_1x128")
+        ep.dispatch(paddle.ones([1, 512]), paddle.to_tensor([[0, 2, 4, 6]]), paddle.ones([1, 4]))
+    return found[:4]
+
+
+@pytest.mark.cpu_only
+def test_regions_have_no_page_that_nothing_needs():
+    """Records have 64 bytes and 8 for each of 4 slots of a token; each of 4 groups of 128 has a scale of 4 bytes."""
+    pages = 1024 * 512 * 4, 9 * 4096, 1024 * 512, 1024 * 4 * 4
+    assert run(bytes_of_regions, 2) == [[*pages]] * 2

@@ -366,12 +366,6 @@ EQUIVALENT = (
     ),
     (r"expert_parallel/symmetric_memory\.py", "constant", r"_RECOMMENDED_GRANULARITY =", "memory of a GPU"),
     (
-        r"expert_parallel/peer\.py",
-        "constant",
-        r"(scales|beside) = -\(-.* // page\) \* page",
-        "more room than scales and records take",
-    ),
-    (
         r"expert_parallel/symmetric_memory\.py",
         "constant",
         r"^_NO_ACCESS, _IN_PLACE =",
