@@ -152,6 +152,7 @@ def quantize_experts(
         _checks.bad_value(name, "gate_up", EVEN_COLUMNS, columns)
     shape = [len(gate_up), *((hidden, columns // 2) if transpose else (columns // 2, hidden))]
     matrices(name, "down", down, (first.dtype,), shape)
+    _checks.same_place(name, **named("gate_up", gate_up), **named("down", down))
     with paddle.no_grad():
         return _quantized(gate_up, format, transpose), _quantized(down, format, transpose)
 

@@ -125,7 +125,7 @@ def test_ranks_whose_reduction_fails_announce_it_and_name_those_that_do_not(anno
     store = Store(monkeypatch, announced)
     monkeypatch.setattr(paddle.distributed, "all_reduce", failing)
     naps: list[float] = []
-    monkeypatch.setattr(rendezvous, "_nap", lambda seconds: naps.append(seconds) or True)
+    monkeypatch.setattr(transports, "_nap", lambda seconds: naps.append(seconds) or True)
     group = Group(0, 100 + announced, [0, 1], SimpleNamespace(name=lambda: "NCCL"))
     meeting = Rendezvous(group, 0.04)
     for count in (1, 2):
@@ -160,7 +160,7 @@ def test_a_store_that_failed_is_asked_no_more(monkeypatch):
         asked.append(key)
         raise RuntimeError("closed")
 
-    monkeypatch.setattr(rendezvous.core, "create_or_get_global_tcp_store", lambda: SimpleNamespace(add=add))
+    monkeypatch.setattr(transports.core, "create_or_get_global_tcp_store", lambda: SimpleNamespace(add=add))
     monkeypatch.setattr(paddle.distributed, "all_reduce", failing)
     meeting = Rendezvous(Group(0, 111, [0, 1], SimpleNamespace(name=lambda: "NCCL")), 0.04)
     for _ in range(2):

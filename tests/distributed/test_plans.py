@@ -78,6 +78,6 @@ def test_equal_parts_have_room_for_the_experts_that_a_token_can_have_here(expert
 def test_chunks_of_rows_are_on_their_device(monkeypatch):
     seen, like, made = [], paddle.zeros([1]), paddle.to_tensor
     monkeypatch.setattr(paddle, "to_tensor", lambda *given, **how: seen.append(how["place"]) or made(*given, **how))
-    sizes, order = chunks_of([[1, 2], [3, 4]], like)
+    sizes, order = chunks_of(np.array([[1, 2], [3, 4]]), like)
     assert (sizes.tolist(), order.tolist()) == ([1, 3, 2, 4], [0, 2, 1, 3])
     assert seen == [like.place] * 2

@@ -215,6 +215,10 @@ CALLS = [
         free=(("codes", 1),),
     ),
     Call(
+        "quantization.quantize_experts",
+        {"gate_up": ones(E, H, 8), "down": ones(E, 4, H), "format": "int8", "transpose": False},
+    ),
+    Call(
         "quantization.quantized_experts",
         {
             "x": ones(T, H),

@@ -14,7 +14,7 @@ import paddle
 import paddle.nn.functional as F
 from numpy.typing import NDArray
 
-from paddle_moe_ops import Float8Matrices, explain, moe_mlp, patched_paddle
+from paddle_moe_ops import Float8Matrices, QuantizedMatrices, explain, moe_mlp, patched_paddle
 from paddle_moe_ops.expert_parallel import ExpertParallel, is_expert_parameter, shard_state_dict
 from paddle_moe_ops.nn import MoELayer, SwiGLU, SwiGLUExperts, TopKRouter, load_balance_loss, router_z_loss
 from tests.ops.every_call import (
@@ -322,6 +322,23 @@ PROGRAMS = [
         "mlp.moe_mlp of kept float8 matrices",
         lambda: functools.partial(moe_mlp, compute="fp8_1x128", float8_matrices=Float8Matrices()),
         {**EXPERTS, "gate_up": ones(E, H, 2 * I), "down": ones(E, I, H)},
+    ),
+    Program(
+        "mlp.moe_mlp of codes",
+        lambda: (
+            lambda gate_up, gate_up_scales, down, down_scales, **given: moe_mlp(
+                **given,
+                gate_up=QuantizedMatrices(gate_up, gate_up_scales, "int8"),
+                down=QuantizedMatrices(down, down_scales, "int8"),
+            )
+        ),
+        {
+            **EXPERTS,
+            "gate_up": ones(E, H, 2 * I).astype(np.int8),
+            "gate_up_scales": ones(E, 2 * I),
+            "down": ones(E, I, H).astype(np.int8),
+            "down_scales": ones(E, H),
+        },
     ),
     Program(
         "mlp.moe_mlp of matrices side by side",
