@@ -139,8 +139,14 @@ void require_gradient(const paddle::Tensor& gradient, const Shape& shape, paddle
 }
 
 void require_described(const paddle::Tensor& rows, int64_t hidden, int hidden_dtype, const char* function) {
-  require(rows.shape()[1] == hidden && static_cast<int>(rows.dtype()) == hidden_dtype, function,
+  const bool has_width = hidden == kUnknown || rows.shape()[1] == hidden;
+  require(has_width && static_cast<int>(rows.dtype()) == hidden_dtype, function,
           "the attributes hidden and hidden_dtype must describe the rows");
+}
+
+int64_t known_width(int64_t hidden, const char* function) {
+  require(hidden >= 0, function, "the width of an undefined gradient is unknown");
+  return hidden;
 }
 
 void without_gradient(std::initializer_list<const paddle::Tensor*> saved) {

@@ -58,9 +58,15 @@ void require_rank(const paddle::Tensor& tensor, size_t rank, const char* functio
 void require_gradient(const paddle::Tensor& gradient, const Shape& shape, paddle::DataType dtype, const char* function,
                       const char* name);
 
+// Width of rows that a program does not know.
+constexpr int64_t kUnknown = -1;
+
 // Checks `rows` against the width and dtype that the caller passed as attributes: the gradient may receive no tensor to read them
-// from.
+// from. The width may be kUnknown.
 void require_described(const paddle::Tensor& rows, int64_t hidden, int hidden_dtype, const char* function);
+
+// A width for zeros in place of an undefined gradient; throws if it is kUnknown.
+int64_t known_width(int64_t hidden, const char* function);
 
 // Detaches saved inputs of a backward operator that take no part in differentiation. Paddle returns saved outputs with the edge
 // to the operator that computed them. With create_graph=True its engine would wait forever for a gradient along that edge, and

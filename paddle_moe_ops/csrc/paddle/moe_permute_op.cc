@@ -83,7 +83,7 @@ Outputs moe_permute(const paddle::Tensor& hidden_states, const paddle::optional<
 
   const Scale scales(target, kFunction, scale, spec.has_scale, spec.scale_cols, spec.scale_dtype, hidden_states);
   paddle::Tensor row_scales = scales.empty_rows(rows, spec.do_gather);
-  paddle::Tensor unzipped = target.empty({spec.do_gather ? rows : 0, spec.hidden}, hidden_states.dtype());
+  paddle::Tensor unzipped = target.empty({spec.do_gather ? rows : 0, hidden_states.shape()[1]}, hidden_states.dtype());
   if (spec.do_gather) {
     step.run(&Permutation(target, kFunction, hidden_states, scales, slot_to_row, row_to_token, spec.fill, &unzipped, &row_scales)
                   .params());
@@ -185,7 +185,7 @@ Outputs moe_permute_backward(const paddle::Tensor& slot_to_row, const paddle::Te
   if (spec.need_hidden_grad && spec.do_gather && d_unzipped.initialized()) {
     d_hidden = sum_rows(target, kFunction, d_unzipped, token_rows, {});
   } else {
-    d_hidden = target.zeros({token_rows.shape()[0], spec.hidden}, dtype);
+    d_hidden = target.zeros({token_rows.shape()[0], known_width(spec.hidden, kFunction)}, dtype);
   }
   if (spec.need_prob_grad && d_row_probs.initialized())
     return {d_hidden, gather_slots(target, kFunction, slot_to_row, d_row_probs)};
@@ -219,7 +219,7 @@ Outputs moe_permute_double_backward(const paddle::Tensor& slot_to_row, const pad
   if (spec.need_hidden_grad && spec.do_gather && dd_hidden.initialized()) {
     d_unzipped = spread_rows(target, kFunction, dd_hidden, token_rows, row_to_token);
   } else {
-    d_unzipped = target.zeros({spec.do_gather ? num_rows : 0, spec.hidden}, dtype);
+    d_unzipped = target.zeros({spec.do_gather ? num_rows : 0, known_width(spec.hidden, kFunction)}, dtype);
   }
   paddle::Tensor d_row_probs = target.zeros({num_rows}, paddle::DataType::FLOAT32);
   if (spec.need_prob_grad && dd_probs.initialized()) scatter_slots(target, kFunction, slot_to_row, dd_probs, false, &d_row_probs);

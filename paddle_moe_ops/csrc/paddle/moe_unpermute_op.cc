@@ -101,7 +101,7 @@ Outputs combine_backward(const Attributes& a, const paddle::Tensor* rows, const 
     sum_rows_backward(target, kFunction, d_hidden, rows, maps.token_rows, LineEnd::kAnything, maps.row_to_token, weights,
                       needs_d_rows ? &d_rows : nullptr, needs_d_weights ? &d_probs : nullptr);
   }
-  if (!needs_d_rows) d_rows = target.zeros({probs.numel(), a.hidden}, dtype);
+  if (!needs_d_rows) d_rows = target.zeros({probs.numel(), known_width(a.hidden, kFunction)}, dtype);
   if (a.need_prob_grad && d_prob_topk.initialized()) {
     if (!needs_d_weights) d_probs = target.empty_float32(probs.shape());
     scatter_slots(target, kFunction, maps.slot_to_row, d_prob_topk, needs_d_weights, &d_probs);
@@ -202,10 +202,10 @@ Outputs moe_unpermute_double_backward(const Attributes& a, const paddle::Tensor&
   const CleanMaps maps(target, rowmap, routemap, probs, a.compat_paddle, 0);
   const bool sums_rows = a.need_rows_grad && dd_rows.initialized();
   const bool gathers_probs = a.need_prob_grad && dd_probs.initialized();
-  return {
-      sums_rows ? sum_rows(target, kFunction, dd_rows, maps.token_rows, {}) : target.zeros({rowmap.shape()[0], a.hidden}, dtype),
-      gathers_probs ? gather_slots(target, kFunction, maps.slot_to_row, dd_probs)
-                    : target.zeros(routemap.shape(), paddle::DataType::FLOAT32)};
+  return {sums_rows ? sum_rows(target, kFunction, dd_rows, maps.token_rows, {})
+                    : target.zeros({rowmap.shape()[0], known_width(a.hidden, kFunction)}, dtype),
+          gathers_probs ? gather_slots(target, kFunction, maps.slot_to_row, dd_probs)
+                        : target.zeros(routemap.shape(), paddle::DataType::FLOAT32)};
 }
 
 std::vector<Shape> moe_unpermute_double_backward_shapes(const Attributes& a, const Shape& rowmap, const Shape& routemap,
@@ -233,7 +233,8 @@ Outputs moe_unpermute_weighted_double_backward(const Attributes& a, const paddle
   const bool has_dd_rows = a.need_rows_grad && dd_rows.initialized();
   const bool has_dd_probs = a.need_prob_grad && dd_probs.initialized();
   // an undefined gradient of the sums counts as zeros
-  const paddle::Tensor d_out = d_hidden.initialized() ? d_hidden : target.zeros({rowmap.shape()[0], a.hidden}, dtype);
+  const paddle::Tensor d_out =
+      d_hidden.initialized() ? d_hidden : target.zeros({rowmap.shape()[0], known_width(a.hidden, kFunction)}, dtype);
   Weights weights;
   weights.values = &probs;
   const WeightedSum sum = {rows, maps.token_rows, maps.row_to_token, weights, d_out};

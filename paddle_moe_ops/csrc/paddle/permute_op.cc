@@ -67,7 +67,7 @@ Outputs permute_backward(const Attributes& a, const paddle::Tensor& token_rows, 
   require_gradient(d_rows, {row_to_token.shape()[0], a.hidden}, dtype, kFunction, "the gradient of the rows");
   without_gradient({&token_rows, &row_to_token});
   if (d_rows.initialized()) return {sum_rows(target, kFunction, d_rows, token_rows, {})};
-  return {target.zeros({token_rows.shape()[0], a.hidden}, dtype)};
+  return {target.zeros({token_rows.shape()[0], known_width(a.hidden, kFunction)}, dtype)};
 }
 
 std::vector<Shape> permute_backward_shapes(const Attributes& a, const Shape& token_rows, const Shape&, const Shape&) {

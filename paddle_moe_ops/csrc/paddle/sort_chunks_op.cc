@@ -160,14 +160,14 @@ Outputs move_gradients(const paddle::Tensor& split_sizes, const paddle::Tensor& 
                        bool need_x_grad, bool need_probs_grad, bool inverse, const char* rows_name, const char* probs_name) {
   const Target target(kFunction, {&split_sizes, &order, &source_to_dest}, {&d_out, d_probs_out});
   const int64_t num_rows = source_to_dest.shape()[0];
-  const Shape shape = {num_rows, hidden};
   const auto dtype = static_cast<paddle::DataType>(hidden_dtype);
-  require_gradient(d_out, shape, dtype, kFunction, rows_name);
+  require_gradient(d_out, {num_rows, hidden}, dtype, kFunction, rows_name);
   if (d_probs_out != nullptr) require_gradient(*d_probs_out, {num_rows}, paddle::DataType::FLOAT32, kFunction, probs_name);
   without_gradient({&split_sizes, &order, &source_to_dest});
   const bool moves_rows = need_x_grad && d_out.initialized();
   const bool moves_probs = need_probs_grad && d_probs_out != nullptr && d_probs_out->initialized();
-  paddle::Tensor d_x = moves_rows ? target.empty(shape, dtype) : target.zeros(shape, dtype);
+  paddle::Tensor d_x =
+      moves_rows ? target.empty(d_out.shape(), dtype) : target.zeros({num_rows, known_width(hidden, kFunction)}, dtype);
   paddle::Tensor d_probs = moves_probs ? target.empty_float32({num_rows}) : target.zeros({num_rows}, paddle::DataType::FLOAT32);
   if (moves_rows || moves_probs) {
     Chunks chunks(target, kFunction, split_sizes, order, 0);

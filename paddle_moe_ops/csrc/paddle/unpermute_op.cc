@@ -24,15 +24,12 @@ void require_rows_map(const paddle::Tensor& map, const paddle::Tensor& rows, con
 
 Shape out_shape(const Shape& rows, const Shape& token_rows) { return {dim(token_rows, 0), dim(rows, 1)}; }
 
-// Width of rows that a static graph does not know.
-constexpr int64_t kUnknown = -1;
-
 // row_to_token is an input for the gradient, which zeroes the rows that no token uses.
 Outputs unpermute(const Attributes& a, const paddle::Tensor& rows, const paddle::Tensor& token_rows,
                   const paddle::Tensor& row_to_token) {
   const Target target(kFunction, {&rows, &token_rows, &row_to_token});
   require_rows_map(row_to_token, rows, "row_to_token");
-  require_described(rows, a.hidden == kUnknown ? rows.shape()[1] : a.hidden, a.hidden_dtype, kFunction);
+  require_described(rows, a.hidden, a.hidden_dtype, kFunction);
   return {sum_rows(target, kFunction, rows, token_rows, {})};
 }
 
