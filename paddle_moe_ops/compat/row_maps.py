@@ -28,6 +28,7 @@ __all__ = [
     "read_chunk_map",
     "read_index_map",
     "read_row_id_map",
+    "read_rowmap",
 ]
 
 _OPERATOR = "row_id_map"
@@ -140,6 +141,13 @@ def read_index_map(
         raise ValueError(str(error).replace(", expert ", ", slot ")) from None
     rows = paddle.where(maps.slot_to_row < 0, paddle.full_like(maps.slot_to_row, _NO_ROW), maps.slot_to_row).sort(-1)
     return maps._replace(token_rows=paddle.where(rows == _NO_ROW, paddle.full_like(rows, -1), rows))
+
+
+def read_rowmap(function: str, rowmap: Tensor, num_rows: int, validation: Validation) -> RowMaps:
+    """The maps of a row map of `moe_permute`, int32 [T, E], or of a column of one."""
+    checks = validation > Validation.OFF
+    with _checks.renaming(function, function, row_id_map="zipped_expertwise_rowmap"):
+        return _read(function, rowmap, None, num_rows, False, checks, checks)
 
 
 def read_chunk_map(function: str, chunk_map: Tensor, is_forward: bool, validation: Validation) -> RowMaps:

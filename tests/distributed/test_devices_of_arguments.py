@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""ERNIE's operators with one tensor on another device than the others."""
+"""ERNIE's and PaddleFleet's operators with one tensor on another device than the others."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 
 from paddle_moe_ops import use_backend
 from paddle_moe_ops.backends.arrays import to_numpy
-from paddle_moe_ops.compat import incubate_dispatch, incubate_gemm, incubate_routing
+from paddle_moe_ops.compat import incubate_dispatch, incubate_gemm, incubate_routing, paddlefleet
 from tests.ops.fastdeploy_calls import FASTDEPLOY_CALLS
+from tests.ops.further_calls import OF_PADDLEFLEET
 
 from .processes import run
 
@@ -30,6 +31,11 @@ def arguments() -> dict[Any, dict[str, Any]]:
     combine = {"x": ones([T * K, H]), "combine_weights": ones([T, K]), "scatter_index": ids}
     loss = {"gate_prob": ones([T, E]), "dispatch_mask": ones([E], "int64"), "tokens_mask": ones([T])}
     loss |= {"dispatch_tokens_mask": ones([T], "bool"), "num_experts": E, "use_group": False, "moe_k": K}
+    rowmap = paddle.to_tensor([[token, -1, -1] for token in range(T)], "int32")
+    gather = {"x": ones([T, H]), "x_scale": ones([T, 1]), "zipped_expertwise_rowmap": rowmap}
+    part = {"x": ones([T, H]), "zipped_expertwise_rowmap": rowmap, "num_experts": E, "total_unzipped_rows": T}
+    zipped = {"x_zipped": ones([T, H]), "x_unzipped": ones([T, H]), "idx_unzipped": ids[:, 0], "zipped_rows": T}
+    probs = {"unzipped_prob": [ones([T]), ones([0]), ones([0])], "zipped_expertwise_rowmap": rowmap}
     product = {"lhs": ones([T, H]), "rhs": ones([T, 3]), "batch_sizes": [2, 3], "trans_lhs": True}
     return {
         incubate_dispatch.moe_gate_dispatch: {**gate, "use_pad": True},
@@ -39,16 +45,25 @@ def arguments() -> dict[Any, dict[str, Any]]:
         incubate_dispatch.moe_combine_grad: {**combine, "grad_y": ones([T, H])},
         incubate_routing.cal_aux_loss: {**loss, "clip_min": 1.0},
         incubate_gemm.batched_gemm: product,
+        paddlefleet.tokens_unzip_gather: {
+            **gather,
+            "expert_id": 0,
+            "tokens_per_expert": [T, 0, 0],
+            "padding_multiplex": 1,
+        },
+        paddlefleet.tokens_unzip_slice: {**part, "start_idx": 0, "end_idx": T},
+        paddlefleet.tokens_zip_unique_add: zipped,
+        paddlefleet.tokens_zip_prob: {**probs, "dispatched_indices": ids},
     }
 
 
 def on_another_device() -> list[str]:
-    """The names of FastDeploy's operators whose results have another place than their arguments, or other bits."""
+    """The names of operators of FastDeploy and PaddleFleet whose results have another place, or other bits."""
     device, wrong = paddle.get_device(), []
     place = paddle.set_device(device)
     paddle.set_device("cpu")
     with use_backend("reference"):
-        for call in FASTDEPLOY_CALLS:
+        for call in (*FASTDEPLOY_CALLS, *OF_PADDLEFLEET):
             pairs = zip(results(call.run(place)), results(call.run(paddle.CPUPlace())), strict=True)
             if not all(
                 got.place == place and to_numpy(got).tobytes() == to_numpy(on_cpu).tobytes() for got, on_cpu in pairs
@@ -70,7 +85,7 @@ def errors_without_operators() -> list[str]:
 
 
 def results(value: Any) -> list[paddle.Tensor]:
-    value = value if isinstance(value, list) else [value]
+    value = value if isinstance(value, (list, tuple)) else [value]
     return [each for each in value if isinstance(each, paddle.Tensor)]
 
 
@@ -106,7 +121,7 @@ def test_tensors_on_several_devices_are_named():
             assert error == f"{function}: {argument} must be {expected}"
 
 
-def test_fastdeploys_operators_stay_on_the_device_of_their_arguments():
+def test_operators_stay_on_the_device_of_their_arguments():
     assert run(on_another_device, 1, "stub") == [[]]
 
 

@@ -29,6 +29,7 @@ from tests.ops.every_call import (
     PROBS,
     ROUTED,
     ROW_ID_MAP,
+    ROWMAP,
     SIZES,
     A,
     Call,
@@ -156,6 +157,36 @@ OF_INCUBATE = [
     Call(
         "compat.incubate_routing.build_src_rank_and_local_expert_id",
         {"expert_num_global_tensor": SIZES, "expert_num_global": [1, 0, 3], "num_local_experts": 1},
+    ),
+]
+
+_OF_ROWMAP = {"zipped_expertwise_rowmap": ROWMAP, "num_experts": E, "total_unzipped_rows": N}
+OF_PADDLEFLEET = [
+    Call(
+        "compat.paddlefleet.tokens_unzip_gather",
+        {
+            "x": ones(T, H),
+            "x_scale": ones(T, S),
+            "zipped_expertwise_rowmap": ROWMAP,
+            "expert_id": 1,
+            "tokens_per_expert": COUNTS,
+            "padding_multiplex": A,
+        },
+    ),
+    Call("compat.paddlefleet.tokens_unzip_slice", {"x": ones(T, H), **_OF_ROWMAP, "start_idx": 1, "end_idx": N}),
+    Call("compat.paddlefleet.merge_subbatch_cast", {"x": (ones(T, H), ones(1, H)), "dtype": "bfloat16"}),
+    Call(
+        "compat.paddlefleet.tokens_zip_prob",
+        {"unzipped_prob": (ones(A), ones(A), ones(A)), "zipped_expertwise_rowmap": ROWMAP, "dispatched_indices": IDS},
+    ),
+    Call(
+        "compat.paddlefleet.tokens_zip_prob_seq_subbatch",
+        {
+            "unzipped_prob": (ones(7), ones(N - 7)),
+            "zipped_expertwise_rowmap": ROWMAP,
+            "dispatched_indices": IDS,
+            "subbatch_rows": 7,
+        },
     ),
 ]
 
@@ -355,4 +386,4 @@ PROGRAMS = [
         {**EXPERTS, "gate_up": ones(E, H, 2 * I), "down": ones(E, I, H)},
     ),
 ]
-FURTHER_CALLS = [*OTHER_FORMS, *OF_INCUBATE, *OF_TRANSFORMER_ENGINE, *PROGRAMS]
+FURTHER_CALLS = [*OTHER_FORMS, *OF_INCUBATE, *OF_PADDLEFLEET, *OF_TRANSFORMER_ENGINE, *PROGRAMS]

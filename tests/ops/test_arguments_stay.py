@@ -39,6 +39,8 @@ ANEW = {id(each): other for each, other in zip(MAPS, OTHER_MAPS, strict=True)}
 WRITE_OR_MOVE = {
     *OF_MEMORY,
     *(f"paddle_moe_ops.compat.fastdeploy.selection.{call.function}" for call in COUNTING_CALLS),
+    "paddle_moe_ops.compat.paddlefleet.tokens_zip_unique_add",
+    "paddle_moe_ops.compat.paddlefleet.tokens_zip_unique_add_subbatch",
     "paddle_moe_ops.expert_parallel.training.ClipGradByGlobalNorm.get_l2_norm_pow",
     "paddle_moe_ops.expert_parallel.training.average_gradients",
 }

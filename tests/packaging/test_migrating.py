@@ -4,19 +4,21 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 import numpy as np
 import paddle
 
-from paddle_moe_ops import gemm, indexed, route
-from paddle_moe_ops.compat import fastdeploy
+from paddle_moe_ops import gemm, indexed, moe_unpermute, route
+from paddle_moe_ops.compat import fastdeploy, paddlefleet
 from paddle_moe_ops.compat.paddle import NAMES_OF_FAMILIES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGE, OF_UNSLOTH, OF_FASTDEPLOY = (
-    (DOCS / f"migrating{name}.md").read_text(encoding="utf-8") for name in ("", "_unsloth", "_fastdeploy")
+PAGE, OF_UNSLOTH, OF_FASTDEPLOY, OF_PADDLEFLEET = (
+    (DOCS / f"migrating{name}.md").read_text(encoding="utf-8")
+    for name in ("", "_unsloth", "_fastdeploy", "_paddlefleet")
 )
 SECTION = OF_UNSLOTH.partition("## From Unsloth's")[2].partition("\n## ")[0]
 CALLS = re.findall(r"^\| `(.*?)` \|", SECTION.partition("| function |")[2].partition("\n\n")[0], re.MULTILINE)
@@ -44,6 +46,26 @@ def test_the_table_of_incubate_has_every_name_of_every_family():
 
 def test_the_page_of_fastdeploy_names_every_function():
     assert set(fastdeploy.__all__) <= set(re.findall(r"\w+", OF_FASTDEPLOY))
+
+
+def test_the_layer_of_paddlefleets_operators_gives_the_sum_of_the_pair():
+    names: dict = {}
+    for code in re.findall(r"```python\n(.*?)```", OF_PADDLEFLEET, re.DOTALL):
+        exec(code, names)
+    rows, rowmap, row_probs, _ = names["moe_permute"](
+        names["x"], None, names["ids"], names["probs"], 4, names["counts"], 1
+    )
+    parts = zip(rows.split(names["counts"]), names["weights"], strict=True)
+    rows = paddle.concat([paddle.matmul(part, weight) for part, weight in parts])
+    given = rowmap, names["ids"], row_probs, 63, 4
+    expected = moe_unpermute(rows, *given, using_weighted_combine=True)[0].numpy()
+    np.testing.assert_allclose(names["out"].astype("float32").numpy(), expected, atol=2.0**-7 * np.abs(expected).max())
+
+
+def test_the_table_of_paddlefleet_has_every_function():
+    calls = re.findall(r"^\| `(\w+)\((.*?)\)` \|", OF_PADDLEFLEET, re.MULTILINE)
+    expected = {name: list(inspect.signature(getattr(paddlefleet, name)).parameters) for name in paddlefleet.__all__}
+    assert {name: arguments.split(", ") for name, arguments in calls} == expected
 
 
 def test_the_table_has_a_call_of_every_function():

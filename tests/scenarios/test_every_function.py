@@ -23,12 +23,11 @@ from .modes import dygraph
 from .test_trained_routers import ARRAYS, PROGRAMS
 
 # Modules without public functions, by the first part of their names or in full. Also that of several processes, whose
-# programs are in tests/distributed, and what is called under Paddle's or FastDeploy's names, whose programs are in
-# test_ernie_moe.py and test_fastdeploy_calls.py.
+# programs are in tests/distributed, and what is called under the names of Paddle, FastDeploy and PaddleFleet, whose
+# programs are in test_ernie_moe.py, test_fastdeploy_calls.py and test_paddlefleet_nodes.py.
 INTERNAL = {"backends", "expert_parallel", "reference", "rowmaps", "testing", "triton"}
-INTERNAL |= {
-    f"compat.{name}" for name in ("fastdeploy", "incubate_dispatch", "incubate_gemm", "incubate_routing", *ELSEWHERE)
-}
+OF_PADDLE = ("fastdeploy", "incubate_dispatch", "incubate_gemm", "incubate_routing", "paddlefleet")
+INTERNAL |= {f"compat.{name}" for name in (*OF_PADDLE, *ELSEWHERE)}
 
 # Changes where parameters lie, not what a program gives; tests/ops/test_side_by_side.py trains with it.
 OF_MEMORY = {"paddle_moe_ops.nn.memory.lay_side_by_side"}

@@ -40,6 +40,7 @@ from paddle_moe_ops.compat import (
     incubate_dispatch,
     incubate_gemm,
     incubate_routing,
+    paddlefleet,
     transformer_engine,
     transformer_engine_jax,
 )
@@ -71,6 +72,7 @@ NO_PROGRAMS = ("reference", "testing", "expert_parallel", "integrations")
 OF_DYGRAPH = {lay_side_by_side, quantize_experts, quantized_experts}
 OF_DYGRAPH |= {fastdeploy.patch_fastdeploy, fastdeploy.patched_fastdeploy, fastdeploy.unpatch_fastdeploy}
 OF_DYGRAPH |= {getattr(fastdeploy, name) for name in DYGRAPH_NAMES}
+OF_DYGRAPH |= {getattr(paddlefleet, name) for name in paddlefleet.__all__}
 
 
 def modules() -> Iterator[Any]:

@@ -1,0 +1,163 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The nodes of PaddleFleet's expert layers train a router and experts as a dense formulation does."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+import pytest
+from paddle import Tensor
+
+import paddle_moe_ops
+from paddle_moe_ops import patched_paddle
+from paddle_moe_ops.backends.arrays import to_numpy
+from paddle_moe_ops.compat import incubate_gemm
+
+from .fleet_nodes import Functions, Gemms, Mlp, MlpByExpert, MlpByRows, MlpLayer, Pieces, Routing
+
+H, I, E, K = 128, 24, 5, 3  # noqa: E741
+IDLE = 2  # the expert that no token chooses
+NODES: dict[str, Any] = {
+    "in one piece": Mlp,
+    "pieces of one row": (MlpByExpert, Pieces(1, None)),
+    "pieces of rows": (MlpByExpert, Pieces(7, None)),
+    "whole experts": (MlpByExpert, Pieces(2**20, None)),
+    "sums of one token": (MlpByExpert, Pieces(9, 1)),
+    "sums of some tokens": (MlpByExpert, Pieces(9, 10)),
+    "rows of several experts": (MlpByRows, Pieces(11, None)),
+    "rows of several experts, sums of some tokens": (MlpByRows, Pieces(64, 8)),
+}
+
+
+class Model(NamedTuple):
+    """Parameters in float32: a router [H, E], experts [E, H, 2I] and [E, I, H]."""
+
+    router: Tensor
+    w1: Tensor
+    w2: Tensor
+
+    @classmethod
+    def make(cls, rng: np.random.Generator) -> Model:
+        shapes = {"router": (H, E), "w1": (E, H, 2 * I), "w2": (E, I, H)}
+        return cls(**{name: paddle.to_tensor(_normal(rng, shape) / 8) for name, shape in shapes.items()})
+
+    def copies(self) -> Model:
+        copies = Model(*(each.clone() for each in self))
+        for each in copies:
+            each.stop_gradient = False
+        return copies
+
+
+def _normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+class Batch(NamedTuple):
+    """Tokens [T, H], the gradient of their outputs, and the slots [T, K] whose expert is on this rank."""
+
+    x: Tensor
+    d_out: Tensor
+    is_here: Tensor
+
+
+def batch_of(rng: np.random.Generator, num_tokens: int, dtype: str, share: float = 0.7) -> Batch:
+    shape = num_tokens, H
+    x, d_out = (paddle.to_tensor(_normal(rng, shape)).astype(dtype) for _ in range(2))
+    return Batch(x, d_out, paddle.to_tensor(rng.random((num_tokens, K)) < share))
+
+
+def choose(router: Tensor, x: Tensor, is_here: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and probabilities [T, K]; no token chooses the idle expert."""
+    logits = paddle.matmul(x.astype("float32"), router) - 100.0 * F.one_hot(paddle.to_tensor(IDLE), E)
+    probs, ids = paddle.topk(F.softmax(logits), K)
+    return paddle.where(is_here, ids.astype("int32"), paddle.full_like(ids, -1).astype("int32")), probs
+
+
+def run_nodes(functions: Functions, node: Any, model: Model, batch: Batch, alignment: int) -> list[np.ndarray]:
+    """The output and the gradients of x, router, w1 and w2."""
+    model, x = model.copies(), batch.x.detach()
+    x.stop_gradient = False
+    ids, probs = choose(model.router, x, batch.is_here)
+    counts = np.bincount(ids.numpy()[ids.numpy() >= 0], minlength=E).tolist()
+    kind, *pieces = node if isinstance(node, tuple) else (node,)
+    gemms = Gemms(functions, model.w1.detach().astype(x.dtype), model.w2.detach().astype(x.dtype))
+    routing = Routing(ids, probs.detach(), counts, alignment)
+    out = MlpLayer.apply(x, probs, kind(functions, gemms, routing, *pieces))
+    paddle.autograd.backward([out], [batch.d_out])
+    assert [out.dtype, x.grad.dtype] == [x.dtype, x.dtype]
+    return [to_numpy(each.astype("float32")) for each in (out, x.grad, model.router.grad, *gemms.main_grad)]
+
+
+def run_dense(model: Model, batch: Batch) -> list[np.ndarray]:
+    """The same from every expert on every token, in float32."""
+    model, x = model.copies(), batch.x.detach()
+    x.stop_gradient = False
+    rounded = [each.astype(x.dtype).astype("float32") for each in model[1:]]
+    ids, probs = choose(model.router, x, batch.is_here)
+    out = paddle.zeros([x.shape[0], H])
+    for expert in range(E):
+        gate, up = paddle.matmul(x.astype("float32"), rounded[0][expert]).chunk(2, axis=-1)
+        weight = (probs * (ids == expert).astype("float32")).sum(-1, keepdim=True)
+        out = out + weight * paddle.matmul(F.silu(gate) * up, rounded[1][expert])
+    paddle.autograd.backward([out], [batch.d_out.astype("float32")])
+    return [to_numpy(each.astype("float32")) for each in (out, x.grad, *(each.grad for each in model))]
+
+
+@pytest.fixture(params=["patched", "imported"])
+def functions(request):
+    """Paddle's own functions on this package, or the package's."""
+    if request.param == "imported":
+        yield Functions(paddle_moe_ops.moe_permute, paddle_moe_ops.moe_unpermute, incubate_gemm.batched_gemm)
+        return
+    pair = paddle.nn.functional.moe_permute, paddle.nn.functional.moe_unpermute
+    with patched_paddle(("permute", "gemm")):
+        yield Functions(*pair, paddle.incubate.nn.functional.batched_gemm)
+
+
+def assert_same(got: list[np.ndarray], expected: list[np.ndarray], dtype: str) -> None:
+    for name, each, wanted in zip(["out", "x", "router", "w1", "w2"], got, expected, strict=True):
+        limit = (2.0**-5 if dtype == "bfloat16" else 1e-5) * max(np.abs(wanted).max(initial=0), 1e-3)
+        np.testing.assert_allclose(each, wanted, rtol=0, atol=limit, err_msg=name)
+
+
+alignments = pytest.mark.parametrize("alignment", [1, 128])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("node", NODES.values(), ids=NODES.keys())
+@alignments
+def test_gradients_are_those_of_a_dense_layer(alignment, node, dtype, functions, rng):
+    model, batch = Model.make(rng), batch_of(rng, 37, dtype)
+    assert_same(run_nodes(functions, node, model, batch, alignment), run_dense(model, batch), dtype)
+
+
+SIZES = {"no token": (0, 1.0), "one token": (1, 1.0), "no token here": (9, 0.0), "many": (1025, 0.3)}
+
+
+@pytest.mark.parametrize(("num_tokens", "share"), SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize("name", ["in one piece", "whole experts", "sums of some tokens", "rows of several experts"])
+@alignments
+def test_sizes(alignment, name, num_tokens, share, functions, rng):
+    node = NODES[name]
+    if num_tokens > 1000 and isinstance(node, tuple):
+        node = node[0], Pieces(257, node[1].tokens and 100)
+    model, batch = Model.make(rng), batch_of(rng, num_tokens, "float32", share)
+    assert_same(run_nodes(functions, node, model, batch, alignment), run_dense(model, batch), "float32")
+
+
+@pytest.mark.parametrize("name", ["in one piece", "sums of some tokens", "rows of several experts"])
+def test_training_follows_that_of_a_dense_layer(name, rng):
+    functions = Functions(paddle_moe_ops.moe_permute, paddle_moe_ops.moe_unpermute, incubate_gemm.batched_gemm)
+    models = [Model.make(rng)] * 2
+    for _ in range(4):
+        batch = batch_of(rng, 63, "float32")
+        runs = [run_nodes(functions, NODES[name], models[0], batch, 128), run_dense(models[1], batch)]
+        assert_same(*runs, "float32")
+        models = [
+            Model(*(weight - 1e-3 * paddle.to_tensor(grad) for weight, grad in zip(model, run[2:], strict=True)))
+            for model, run in zip(models, runs, strict=True)
+        ]
