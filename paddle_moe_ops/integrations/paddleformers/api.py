@@ -50,8 +50,8 @@ def apply(name_or_model: str | nn.Layer, *, compute: str | None = None) -> Repor
 
     With a name the methods of PaddleFormers' classes are replaced, for models that exist and for later ones. Types
     that share a class are patched together: glm4v_moe has the classes of glm4_moe, and qwen3_next those of qwen2_moe.
-    With a model its own blocks get other methods, and no other model changes. Calling it again changes nothing but
-    ``compute``.
+    With a model its own blocks get other methods, expert layers of PaddleFleet included, and no other model changes.
+    Calling it again changes nothing but ``compute``.
 
     Either everything that can be patched is patched, or an error is raised and nothing is. If a patched class has a
     layer that cannot run on these operators, the first call of that layer raises a RuntimeError with the reason.

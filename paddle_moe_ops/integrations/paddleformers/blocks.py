@@ -13,7 +13,7 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from ...routing import route
-from .experts import compute_of, float8_problem, run_interleaved, run_modules, run_stacked
+from .experts import compute_of, float8_problem, is_plain, is_stacked_swiglu, run_interleaved, run_modules, run_stacked
 
 Problem = Callable[[Any], "str | None"]
 
@@ -60,6 +60,9 @@ def compute_problem(block: Any) -> str | None:
     """Why the experts of a block cannot multiply float8 operands, or None."""
     if getattr(block, "gate_up_proj_bias", None) is not None:
         return "its experts have biases"
+    grouped = getattr(block, "grouped_gemm_experts", None)  # of PaddleFleet
+    if grouped is not None and not is_stacked_swiglu(grouped):
+        return "its experts are not SwiGLU in stacked matrices"
     experts = getattr(block, "experts", None)
     if not isinstance(experts, (nn.LayerList, list)):  # in stacked matrices
         return None
@@ -130,6 +133,24 @@ def qwen3_block(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """Qwen3MoeSparseMoeBlock.forward; also returns the router's logits [T, E]."""
     out, logits = _qwen_experts(self, hidden_states.reshape([-1, hidden_states.shape[-1]]))
     return out.reshape(hidden_states.shape), logits
+
+
+def qwen3_vl_problem(block: Any) -> str | None:
+    """Why a block of Qwen3-VL is refused, or None."""
+    experts = block.experts
+    if type(experts).__name__ != "MoeExperts" or not is_plain(experts):
+        return "its experts are no plain MoeExperts"
+    return stacked_problem(experts) or parallel_problem(block)
+
+
+@replacement(qwen3_vl_problem)
+def qwen3_vl_block(self: Any, hidden_states: Tensor) -> Tensor:
+    """Qwen3VLMoeTextSparseMoeBlock.forward."""
+    tokens = hidden_states.reshape([-1, hidden_states.shape[-1]])
+    _, weights, ids = self.gate(tokens)
+    plan, experts = route(ids, num_experts=self.num_experts), self.experts
+    out = run_stacked(tokens, plan, weights, experts.gate_up_proj, experts.down_proj, compute_of(self))
+    return out.reshape(hidden_states.shape)
 
 
 def _qwen_experts(block: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -46,9 +46,19 @@ def compute_of(block: nn.Layer) -> Compute:
     return Compute(vars(block).get(COMPUTE), kept if is_default(kept) else None)
 
 
-def run_stacked(x: Tensor, plan: Plan, weights: Tensor, gate_up: Tensor, down: Tensor, compute: Compute) -> Tensor:
+def run_stacked(
+    x: Tensor,
+    plan: Plan,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    compute: Compute,
+    *,
+    weights_by: str | None = None,
+) -> Tensor:
     """Run each token [T, H] through its experts, whose matrices are stacked, and add up the expert outputs."""
-    return moe_mlp(x, plan, weights.astype("float32"), gate_up, down, **compute._asdict()).astype(x.dtype)
+    options: dict[str, Any] = {"weights_by": weights_by, **compute._asdict()}
+    return moe_mlp(x, plan, weights.astype("float32"), gate_up, down, **options).astype(x.dtype)
 
 
 def run_interleaved(
@@ -126,15 +136,20 @@ def run_modules(
         # One split, so that the backward pass joins the gradients of the segments in one copy.
         segments = paddle.split(rows, [count for count in counts if count > 0])
         busy = [expert for expert, count in zip(experts, counts, strict=True) if count > 0]
-        outputs = [expert(segment) for expert, segment in zip(busy, segments, strict=True)]
+        outputs = [_output(expert(segment)) for expert, segment in zip(busy, segments, strict=True)]
     else:
         outputs = [rows]
     if idle_gradients and paddle.is_grad_enabled():
         nothing = paddle.zeros([1, x.shape[1]], x.dtype)
         for expert, count in zip(experts, counts, strict=True):
             if count == 0:
-                outputs[0] = outputs[0] + expert(nothing) * 0.0
+                outputs[0] = outputs[0] + _output(expert(nothing)) * 0.0
     return unpermute(paddle.concat(outputs), plan, weights).astype(x.dtype)
+
+
+def _output(result: Any) -> Tensor:
+    """The output of an expert; PaddleFleet's return a bias next to it."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _run_linears(
@@ -192,7 +207,7 @@ def _linears_of(experts: Sequence[nn.Layer]) -> _Linears | None:
         return None
     linears = {name: [getattr(expert, name) for expert in experts] for name in names}
     for layers in linears.values():
-        if not all(type(each) is nn.Linear and _is_plain(each) for each in layers):
+        if not all(type(each) is nn.Linear and is_plain(each) for each in layers):
             return None
         if len({each.bias is None for each in layers}) > 1:
             return None
@@ -203,12 +218,23 @@ def _is_swiglu(expert: nn.Layer) -> bool:
     forward = type(expert).forward
     return (
         (forward.__module__, forward.__qualname__) in _KNOWN
-        and _is_plain(expert)
+        and is_plain(expert)
         and type(expert.act_fn) is nn.Silu
         and not getattr(expert, "moe_dropout_prob", 0)  # it drops in evaluation, too
     )
 
 
-def _is_plain(layer: nn.Layer) -> bool:
+def is_plain(layer: nn.Layer) -> bool:
     """True if a call of a layer runs its class's forward, and nothing before or after it."""
     return "forward" not in vars(layer) and not layer._forward_pre_hooks and not layer._forward_post_hooks
+
+
+def is_stacked_swiglu(experts: Any) -> bool:
+    """True if experts are PaddleFleet's SwiGLU in two stacked matrices, and a call of them runs nothing else."""
+    settings = getattr(experts, "config", None)
+    return (
+        type(experts).__name__ == "GroupedMLPExpert"
+        and is_plain(experts)
+        and getattr(settings, "gated_linear_unit", False)
+        and getattr(settings, "hidden_act", None) is F.silu
+    )

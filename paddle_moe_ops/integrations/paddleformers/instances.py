@@ -15,6 +15,7 @@ from ...backends import Float8Matrices
 from .blocks import compute_problem
 from .classes import process_problem, unknown_code
 from .experts import COMPUTE, KEPT, compute_of
+from .fleet_layers import BY_LAYER, GROUPED, fleet_target
 from .targets import MODELS, Target
 
 Bound = tuple[nn.Layer, Target]
@@ -51,6 +52,9 @@ def bind(
     for path, layer in model.named_sublayers(include_self=True):
         place = path or "the model itself"
         matching = [target for target, cls in targets.items() if isinstance(layer, cls)]
+        of_fleet = fleet_target(layer)
+        if of_fleet is not None:
+            matching.append(of_fleet)
         if not matching and getattr(layer, "experts", None) is not None:
             left.append((f"{place} ({type(layer).__name__})", "no replacement for this class"))
         for target in matching:
@@ -88,7 +92,8 @@ def bind(
 def bound(model: nn.Layer) -> list[Bound]:
     """The blocks of a model that have other methods."""
     layers = model.sublayers(include_self=True)
-    return [(layer, target) for target in _loaded_targets() for layer in layers if _is_bound(layer, target)]
+    targets = *_loaded_targets(), BY_LAYER, GROUPED
+    return [(layer, target) for target in targets for layer in layers if _is_bound(layer, target)]
 
 
 def unbind(blocks: list[Bound]) -> None:

@@ -77,6 +77,7 @@ _FLEET = "builds a model of PaddleFleet, which has other blocks; {}Deprecated ha
 
 _QWEN2 = f"{_TRANSFORMERS}.qwen2_moe.modeling"
 _QWEN3 = f"{_TRANSFORMERS}.qwen3_moe.modeling"
+_QWEN3_VL = f"{_TRANSFORMERS}.qwen3_vl_moe.modeling"
 _DEEPSEEK = f"{_TRANSFORMERS}.deepseek_v3.modeling"
 _GLM4 = f"{_TRANSFORMERS}.glm4_moe.modeling"
 
@@ -183,6 +184,22 @@ MODELS: dict[str, Model] = {
             _MODULAR,
         ),
         _fleet("Qwen3MoeForCausalLM"),
+    ),
+    "qwen3_vl_moe": Model(
+        (
+            Target(
+                _QWEN3_VL,
+                "Qwen3VLMoeTextSparseMoeBlock",
+                "forward",
+                blocks.qwen3_vl_block,
+                {
+                    "forward": "2ce77711a0e9d9db",
+                    f"{_QWEN3_VL}:Qwen3VLMoeTextTopKRouter.forward": "f13021f7a27e39dc",
+                    "paddleformers.nn.experts:MoeExperts.forward": "5e5f486fa3c6c100",
+                },
+            ),
+        ),
+        _fleet("Qwen3VLMoeForConditionalGeneration"),
     ),
     "qwen3_next": Model((*_QWEN2_TARGETS, _MODULAR)),
 }
