@@ -18,9 +18,18 @@ import paddle
 from paddle import Tensor
 
 from .. import _checks
-from .._graphs import constant, dense, is_graph_value, numbers_of, public, to_dtype
-from ..backends import RowMaps, Validation, resolve
-from ..routing import calculate_topk, route
+from .._graphs import public, to_dtype
+from ..backends import Validation, resolve
+from ..routing import route
+from ._incubate_slots import (
+    choose_experts,
+    combine,
+    gradients_of_combine,
+    padded_or_not,
+    ranks_by_slot,
+    rows_and_maps,
+    weights_and_index,
+)
 from .row_maps import kept, known_slots, num_rows_of, of_experts, read_index_map
 
 __all__ = [
@@ -56,20 +65,8 @@ def moe_gate_dispatch(
         before any slot is dropped; expert_id int32 [T, K].
     """
     name = "moe_gate_dispatch"
-    _checks.flag(name, "use_pad", use_pad)
-    weights, ids = _gate(name, x, gate_logits, corr_bias, k)
-    capacity = _checks.integer(name, "capacity", capacity, 0)
-    num_experts = gate_logits.shape[1]
-    if use_pad:
-        ranks, ends, _ = _ranks_by_slot(ids, num_experts)
-        slot_rows, num_rows = ids * capacity + ranks, num_experts * capacity
-    else:
-        plan = route(ids, num_experts=num_experts, buffer_size=known_slots(ids), validate=False)
-        slot_rows, ends, num_rows = plan.slot_to_row, plan.expert_offsets[1:], _slots_of(ids)
-        ranks = slot_rows - of_experts(plan.expert_offsets, ids)
-    is_kept = ranks < capacity
-    y = _rows(name, x, kept(is_kept, slot_rows), num_rows)
-    return y, *_results(weights, is_kept, slot_rows), ends.astype("int64"), ids
+    maps, results = padded_or_not(name, x, gate_logits, corr_bias, k, capacity, use_pad)
+    return resolve("permute", x).permute(x, None, maps, "all")[0], *results
 
 
 @public("x", "gate_logits")
@@ -94,19 +91,19 @@ def moe_gate_dispatch_permute(
         `moe_gate_dispatch`. scatter_index counts rows by global expert, as they come back.
     """
     name = "moe_gate_dispatch_permute"
-    weights, ids = _gate(name, x, gate_logits, corr_bias, k)
+    weights, ids = choose_experts(name, x, gate_logits, corr_bias, k)
     capacity = _checks.integer(name, "capacity", capacity, 0)
     world_size = _checks.integer(name, "world_size", world_size, 1)
     num_experts = gate_logits.shape[1]
     if num_experts % world_size:
         _checks.bad_value(name, "world_size", f"a divisor of the {num_experts} experts of gate_logits", world_size)
-    ranks, ends, _ = _ranks_by_slot(ids, num_experts)
+    ranks, ends, _ = ranks_by_slot(ids, num_experts)
     is_kept = ranks < capacity
     local = num_experts // world_size
     chunks = ids % local * world_size + ids // local
-    y = _rows(name, x, kept(is_kept, chunks * capacity + ranks), num_experts * capacity)
-    y = y.reshape([local, world_size, capacity, x.shape[1]])
-    return y, *_results(weights, is_kept, ids * capacity + ranks), ends.astype("int64"), ids
+    maps = read_index_map(name, kept(is_kept, chunks * capacity + ranks), num_experts * capacity, Validation.OFF)
+    y = resolve("permute", x).permute(x, None, maps, "all")[0].reshape([local, world_size, capacity, x.shape[1]])
+    return y, *weights_and_index(weights, is_kept, ids * capacity + ranks), ends.astype("int64"), ids
 
 
 @public("x", "combine_weights")
@@ -161,7 +158,7 @@ def moe_gate_dispatch_partial_nosoftmaxtopk(
         _checks.bad_value(name, "reverse_token_drop", "False with use_pad", True)
     ids = to_dtype(expert_id, paddle.int32)
     ids = paddle.where((ids < 0) | (ids >= num_experts), paddle.full_like(ids, -1), ids)
-    ranks, _, counts = _ranks_by_slot(ids, num_experts)
+    ranks, _, counts = ranks_by_slot(ids, num_experts)
     if reverse_token_drop:
         ranks = of_experts(counts, ids) - 1 - ranks
     is_kept = (ids >= start) & (ids < end) & (ranks < capacity)
@@ -191,7 +188,7 @@ def moe_gate_dispatch_partial_nosoftmaxtopk(
     counts = counts.astype("int64")
     here = counts[start:end] if use_pad else counts[start:end].clip(max=capacity)
     before, after = counts[:start] * 0, counts[end:] * 0
-    weights_out, scatter_index = _results(combine_weights, is_kept, slot_rows)
+    weights_out, scatter_index = weights_and_index(combine_weights, is_kept, slot_rows)
     return y, weights_out, scatter_index, tokens, counts, paddle.concat([before, here, after])
 
 
@@ -212,10 +209,7 @@ def moe_combine(x: Tensor, combine_weights: Tensor, scatter_index: Tensor) -> Te
     Returns:
         [T, H], dtype of ``x``.
     """
-    name = "moe_combine"
-    rows, maps, _ = _rows_and_maps(name, x, combine_weights, scatter_index, 0.0)
-    out = resolve("unpermute", rows).unpermute(rows, combine_weights.astype("float32"), maps)
-    return to_dtype(out, x.dtype)
+    return combine("moe_combine", x, combine_weights, scatter_index)
 
 
 @public("x")
@@ -234,7 +228,7 @@ def moe_combine_no_weight(x: Tensor, combine_weight: Tensor, scatter_index: Tens
         [T, H], dtype of ``x``.
     """
     name = "moe_combine_no_weight"
-    rows, maps, _ = _rows_and_maps(name, x, combine_weight, scatter_index, _checks.number(name, "epsilon", epsilon))
+    rows, maps, _ = rows_and_maps(name, x, combine_weight, scatter_index, _checks.number(name, "epsilon", epsilon))
     return to_dtype(resolve("unpermute", rows).unpermute(rows, None, maps), x.dtype)
 
 
@@ -256,105 +250,5 @@ def moe_combine_grad(
         the gradient of ``x`` [N, H], and the products [T, K, H] whose sum over H is that of ``combine_weights``. They
         are computed for every slot, even if its weight is 0. Dtype of ``x``.
     """
-    name = "moe_combine_grad"
-    rows, maps, sources = _rows_and_maps(name, x, combine_weights, scatter_index, 0.0)
-    num_tokens, topk = combine_weights.shape
-    _checks.tensor(name, "grad_y", grad_y, (x.dtype,), [num_tokens, x.shape[1]])
-    _checks.same_place(name, x=x, grad_y=grad_y)
-    weights = combine_weights.astype("float32")
-    d_out = to_dtype(grad_y, rows.dtype)
-    d_rows, _ = resolve("unpermute", rows).unpermute_backward(d_out, rows, weights, maps, (True, False))
-    if sources is not None:
-        d_rows = paddle.scatter_nd_add(paddle.zeros_like(x.astype("float32")), sources.unsqueeze(-1), d_rows)
-    copies = _copies(x, scatter_index.flatten()).reshape([num_tokens, topk, x.shape[1]])
-    products = copies * grad_y.astype("float32").unsqueeze(1)
-    return to_dtype(d_rows, x.dtype), products.astype(x.dtype)
-
-
-def _gate(name: str, x: Tensor, gate_logits: Tensor, corr_bias: Tensor | None, k: Any) -> tuple[Tensor, Tensor]:
-    """Check the arguments of a gate, and choose: float32 weights [T, K], differentiable, and int32 ids [T, K]."""
-    _checks.rows(name, "x", x, _checks.SUM_DTYPES, "num_tokens")
-    _checks.tensor(name, "gate_logits", gate_logits, (paddle.float32,), [x.shape[0], "num_experts"])
-    num_experts = gate_logits.shape[1]
-    if corr_bias is not None:
-        _checks.tensor(name, "corr_bias", corr_bias, (paddle.float32,), [num_experts])
-    _checks.same_place(name, x=x, gate_logits=gate_logits, corr_bias=corr_bias)
-    k = _checks.integer(name, "k", k, 1)
-    if k > num_experts:
-        _checks.bad_value(name, "k", f"at most {num_experts}, the experts of gate_logits", k)
-    scores = constant(gate_logits)
-    chosen_by = scores if corr_bias is None else scores + corr_bias
-    # Only the choice is needed, which depends on the values themselves.
-    ids = calculate_topk(chosen_by, k, False, False, pre_act=False, post_act=True)[1].astype("int32")
-    return paddle.index_sample(gate_logits, ids), ids
-
-
-def _ranks_by_slot(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The place of each slot among those of its expert, by slot, then token.
-
-    Returns:
-        int32 [T, K] places, anything for slots of no expert; int32 [E] ends of the experts' segments; int32 [E] counts.
-    """
-    topk = ids.shape[1]
-    num_slots = known_slots(ids)
-    by_slot = ids.transpose([1, 0]).reshape([num_slots, 1])
-    plan = route(by_slot, num_experts=num_experts, buffer_size=num_slots, validate=False)
-    rows = plan.slot_to_row.reshape([topk, ids.shape[0]]).transpose([1, 0])
-    ranks = rows - of_experts(plan.expert_offsets, ids)
-    return ranks, plan.expert_offsets[1:], plan.routed_per_expert
-
-
-def _slots_of(ids: Tensor) -> int | Tensor:
-    return num_rows_of(ids) * ids.shape[1]
-
-
-def _rows(name: str, x: Tensor, slot_rows: Tensor, num_rows: int | Tensor) -> Tensor:
-    """Each token in the rows of its slots, zeros elsewhere; differentiable."""
-    maps = read_index_map(name, slot_rows, num_rows, Validation.OFF)
-    return resolve("permute", x).permute(x, None, maps, "all")[0]
-
-
-def _results(weights: Tensor, is_kept: Tensor, slot_rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights [T, K] and scatter_index [K, T], both 0 in slots that are not kept."""
-    rows = paddle.where(is_kept, slot_rows, paddle.zeros_like(slot_rows)).transpose([1, 0])
-    scatter_index = rows if is_graph_value(rows) else dense(rows)
-    return paddle.where(is_kept, weights, paddle.zeros_like(weights)), scatter_index
-
-
-def _rows_and_maps(
-    name: str, x: Tensor, weights: Tensor, scatter_index: Tensor, epsilon: float
-) -> tuple[Tensor, RowMaps, Tensor | None]:
-    """Check the arguments of a combine; rows and their maps for the slots whose weight is more than epsilon.
-
-    Maps have one slot for each row. If slots share a row, the rows are copies in float32, one for each slot, ascending
-    for each token. So are they in a graph, where sharing is unknown.
-
-    Returns:
-        the rows, their maps, and the row of ``x`` that each is a copy of, or None if they are those of ``x``.
-    """
-    argument = "combine_weight" if name == "moe_combine_no_weight" else "combine_weights"
-    _checks.rows(name, "x", x, _checks.SUM_DTYPES, "num_rows")
-    _checks.tensor(name, argument, weights, _checks.SUM_DTYPES, ["num_tokens", "topk"])
-    _checks.tensor(name, "scatter_index", scatter_index, _checks.ID_DTYPES, weights.shape)
-    _checks.same_place(name, **{"x": x, argument: weights, "scatter_index": scatter_index})
-    takes_part = ~(constant(weights).astype("float32").abs() <= epsilon)
-    slot_rows = kept(takes_part, to_dtype(scatter_index, paddle.int32))
-    validation = Validation.OFF if is_graph_value(x) else _checks.validation(name, None, x)
-    num_rows = num_rows_of(x)
-    with _checks.renaming(name, name, row_id_map="scatter_index"):
-        maps = read_index_map(name, slot_rows, num_rows, validation, check_repeats=False)
-    is_row = (slot_rows >= 0) & (slot_rows < num_rows)
-    if not is_graph_value(x) and not bool((is_row & (maps.slot_to_row < 0)).any()):
-        return x, maps, None
-    slot_rows = kept(is_row, slot_rows)
-    order = slot_rows.argsort(-1, stable=True)
-    slots = numbers_of(slot_rows.flatten()).reshape(slot_rows.shape)
-    copies = slots - slots % slots.shape[1] + order.argsort(-1).astype("int32")
-    sources = slot_rows.sort(-1).flatten().clip(min=0)
-    maps = read_index_map(name, kept(is_row, copies), _slots_of(slots), Validation.OFF)
-    return _copies(x, sources), maps, sources
-
-
-def _copies(x: Tensor, rows: Tensor) -> Tensor:
-    """Rows of x, in float32: Paddle gathers no float16 on a CPU."""
-    return paddle.gather(x.astype("float32"), rows)
+    d_x, products = gradients_of_combine("moe_combine_grad", x, combine_weights, scatter_index, grad_y, "grad_y")
+    return d_x, products.astype(x.dtype)

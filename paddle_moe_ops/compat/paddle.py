@@ -5,9 +5,10 @@
 "permute": the code inside the function objects ``moe_permute`` and ``moe_unpermute`` is replaced, not the names that
 refer to them. So callers that imported the functions earlier, under whatever name, are routed here too.
 
-"incubate" and "gemm": the operators in ``paddle._C_ops`` are replaced. The functions of
-``paddle.incubate.nn.functional`` look them up there at every call. So these functions stay as they are, with their
-signatures; callers that imported them earlier are routed here too, and so are calls of ``paddle._C_ops.<name>``.
+Other families: the operators in ``paddle._C_ops`` and ``paddle._legacy_C_ops`` are replaced. The functions of
+``paddle.incubate.nn.functional`` and ``paddle.distributed.models.moe`` look them up there at every call. So these
+functions stay as they are, with their signatures; callers that imported them earlier are routed here too, and so are
+calls of ``paddle._C_ops.<name>``.
 
 `unpatch_paddle` gives Paddle its own code and operators back.
 """
@@ -20,13 +21,21 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import paddle
-from paddle import _C_ops
 from paddle.base import core
 
 from .. import _checks, functional
 from .._graphs import FLOAT8, context_manager
 from ..backends import register_note
-from . import _async_load, incubate_dispatch, incubate_gemm, incubate_routing
+from . import (
+    _async_load,
+    gshard,
+    incubate_auto,
+    incubate_backward,
+    incubate_dispatch,
+    incubate_gemm,
+    incubate_quant,
+    incubate_routing,
+)
 
 __all__ = ["patch_paddle", "patched_paddle", "unpatch_paddle"]
 
@@ -100,10 +109,14 @@ _STAND_INS: dict[str, CodeType] = {
 }
 _OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {
     "incubate": {
-        name: getattr(module, name) for module in (incubate_dispatch, incubate_routing) for name in module.__all__
+        name: getattr(module, name)
+        for module in (incubate_dispatch, incubate_routing, incubate_quant, incubate_backward, incubate_auto)
+        for name in module.__all__
     },
     "gemm": {"batched_gemm": incubate_gemm.batched_gemm},
+    "gshard": {name: getattr(gshard, name) for name in gshard.__all__},
 }
+_LEGACY = {"random_routing"}  # operators that Paddle's functions look up in paddle._legacy_C_ops
 NAMES_OF_FAMILIES = {"permute": tuple(_STAND_INS), **{family: tuple(names) for family, names in _OPERATORS.items()}}
 _FAMILIES = tuple(NAMES_OF_FAMILIES)
 _LOADER = "AsyncLoad"  # a class of paddle.base.core in builds for GPUs
@@ -119,10 +132,16 @@ def _paddle_function(name: str) -> FunctionType:
     return function
 
 
+def _module_of(name: str) -> str:
+    """The module of paddle in which Paddle's functions look an operator up."""
+    return "_legacy_C_ops" if name in _LEGACY else "_C_ops"
+
+
 def _paddle_operator(name: str) -> Any:
-    operator = getattr(_C_ops, name, None)
+    module = _module_of(name)
+    operator = getattr(getattr(paddle, module), name, None)
     if operator is None:
-        raise RuntimeError(f"patch_paddle: paddle._C_ops.{name} must exist, as in Paddle 3.3, but does not")
+        raise RuntimeError(f"patch_paddle: paddle.{module}.{name} must exist, as in Paddle 3.3, but does not")
     return operator
 
 
@@ -151,11 +170,13 @@ def patch_paddle(families: _Families = ("permute",)) -> None:
     keyword arguments of this package's functions are new.
 
     "incubate", the operators of ERNIE's models in ``paddle.incubate.nn.functional``: moe_gate_dispatch,
-    moe_gate_dispatch_permute, moe_gate_dispatch_partial_nosoftmaxtopk, moe_combine, moe_combine_no_weight,
-    cal_aux_loss, int_bincount, expand_modality_expert_id, build_src_rank_and_local_expert_id, and
-    ``paddle._C_ops.moe_combine_grad`` and ``cal_aux_loss_grad``. "gemm": ``batched_gemm``. Both are new on a CPU.
-    In a CPU-only build of Paddle, "incubate" also adds ``paddle.base.core.AsyncLoad``, which that build lacks and
-    ERNIE's models use: its copies are synchronous.
+    moe_gate_dispatch_and_quant, moe_gate_dispatch_permute, moe_gate_dispatch_partial_nosoftmaxtopk, moe_combine,
+    moe_combine_no_weight, cal_aux_loss, int_bincount, expand_modality_expert_id, build_src_rank_and_local_expert_id,
+    the operators ``paddle._C_ops.<name>_grad`` of their gradients, and ``moe_gate_dispatch_auto`` and
+    ``moe_combine_auto`` on dense tensors. "gemm": ``batched_gemm``. "gshard": number_count, assign_pos,
+    limit_by_capacity, prune_gate_by_capacity and random_routing, the operators of the gates of
+    ``paddle.incubate.distributed.models.moe.MoELayer``. All are new on a CPU. In a CPU-only build of Paddle, "incubate"
+    also adds ``paddle.base.core.AsyncLoad``, which that build lacks and ERNIE's models use: its copies are synchronous.
 
     Families that are patched already stay so.
 
@@ -181,7 +202,7 @@ def patch_paddle(families: _Families = ("permute",)) -> None:
     for family in added:
         _operators[family] = operators[family]
         for name, stand_in in _OPERATORS[family].items():
-            setattr(_C_ops, name, stand_in)
+            setattr(getattr(paddle, _module_of(name)), name, stand_in)
     if "incubate" in added and not hasattr(core, _LOADER):
         setattr(core, _LOADER, _async_load.AsyncLoad)
 
@@ -203,7 +224,7 @@ def unpatch_paddle(families: _Families = _FAMILIES) -> None:
         del function.__signature__  # type: ignore[attr-defined]
     for family in chosen:
         for name, operator in _operators.pop(family, {}).items():
-            setattr(_C_ops, name, operator)
+            setattr(getattr(paddle, _module_of(name)), name, operator)
     if "incubate" in chosen and getattr(core, _LOADER, None) is _async_load.AsyncLoad:
         delattr(core, _LOADER)
 
@@ -220,7 +241,7 @@ def patched_paddle(families: _Families = ("permute",)) -> Iterator[None]:
     try:
         yield
     finally:
-        unpatch_paddle([family for family in families if family not in before])
+        unpatch_paddle([family for family in _checked("unpatch_paddle", families) if family not in before])
 
 
 @register_note

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import paddle
 import paddle.nn.functional as F
@@ -78,6 +79,15 @@ OTHER_FORMS = [
     MLP._replace(arguments={**MLP.arguments, "gate_up": tuple(ones(E, H, 6)), "down": tuple(ones(E, 3, H))}),
 ]
 
+_COMBINED = {"x": ones(N, H), "combine_weights": MAPS.slot_weights, "scatter_index": MAPS.slot_rows}
+C = T  # all slots of a token may choose the same expert
+_DISPATCHED = {
+    "combine_weights": ones(T, K) / 2,
+    "scatter_index": np.arange(T * K, dtype=np.int32).reshape(K, T) % (E * C),
+    "expert_id": np.zeros((T, K), np.int32),
+    "combine_weights_grad": ones(T, K),
+    "k": K,
+}
 OF_INCUBATE = [
     Call(
         "compat.incubate_dispatch.moe_gate_dispatch",
@@ -110,8 +120,61 @@ OF_INCUBATE = [
         for name, weights, further in (
             ("moe_combine", "combine_weights", {}),
             ("moe_combine_no_weight", "combine_weight", {"epsilon": 1e-15}),
-            ("moe_combine_grad", "combine_weights", {"grad_y": ones(T, H)}),
         )
+    ),
+    Call("compat.incubate_dispatch.moe_combine_grad", {**_COMBINED, "grad_y": ones(T, H)}),
+    Call("compat.incubate_auto.moe_combine_auto", _COMBINED),
+    Call("compat.incubate_auto.moe_combine_auto_grad", {**_COMBINED, "y_grad": ones(T, H)}),
+    Call(
+        "compat.incubate_backward.moe_combine_no_weight_grad",
+        {
+            "x": ones(N, H),
+            "combine_weight": MAPS.slot_weights,
+            "scatter_index": MAPS.slot_rows,
+            "y_grad": ones(T, H),
+            "epsilon": 1e-15,
+        },
+    ),
+    Call(
+        "compat.incubate_auto.moe_gate_dispatch_auto",
+        {"x": ones(T, H), "gate_logits": ones(T, E), "corr_bias": ones(E), "k": K, "capacity": 2, "use_pad": True},
+    ),
+    *(
+        Call(f"compat.{name}", {**_DISPATCHED, "y_grad": ones(*shape), "capacity": C, last: value})
+        for name, shape, last, value in (
+            ("incubate_backward.moe_gate_dispatch_grad", (E * C, H), "use_pad", True),
+            ("incubate_backward.moe_gate_dispatch_permute_grad", (E, 1, C, H), "world_size", 1),
+            ("incubate_auto.moe_gate_dispatch_auto_grad", (E, C, H), "use_pad", True),
+        )
+    ),
+    Call(
+        "compat.incubate_backward.moe_gate_dispatch_partial_nosoftmaxtopk_grad",
+        {
+            "combine_weights_out": _DISPATCHED["combine_weights"],
+            "scatter_index": _DISPATCHED["scatter_index"],
+            "scatter_index_rev": np.zeros(N, np.int32),
+            "expert_offset": np.zeros(E, np.int64),
+            "expert_nums_local": np.zeros(E, np.int64),
+            "y_grad": ones(E * C, H),
+            "combine_weights_out_grad": ones(T, K),
+            "k": K,
+            "capacity": C,
+            "use_pad": True,
+            "expert_start_index": 0,
+            "expert_end_index": E,
+        },
+    ),
+    Call(
+        "compat.incubate_quant.moe_gate_dispatch_and_quant",
+        {
+            "x": ones(T, 128).astype(ml_dtypes.bfloat16),
+            "gate_logits": ones(T, E),
+            "corr_bias": ones(E),
+            "k": K,
+            "capacity": 2,
+            "use_pad": True,
+            "use_pow2_scale": True,
+        },
     ),
     Call("compat.incubate_gemm.batched_gemm", {"lhs": ones(T, H), "rhs": ones(E, H, 2), "batch_sizes": [2, 0, 3]}),
     Call(
@@ -187,6 +250,26 @@ OF_PADDLEFLEET = [
             "dispatched_indices": IDS,
             "subbatch_rows": 7,
         },
+    ),
+]
+
+OF_GSHARD = [
+    Call("compat.gshard.number_count", {"numbers": IDS, "upper_range": E}),
+    Call(
+        "compat.gshard.assign_pos",
+        {"x": np.zeros(T, np.int64), "cum_count": np.full(1, T), "eff_num_len": np.full(1, T)},
+    ),
+    Call(
+        "compat.gshard.limit_by_capacity",
+        {"expert_count": np.arange(2 * E), "capacity": np.full(E, 3), "n_worker": 2},
+    ),
+    Call(
+        "compat.gshard.prune_gate_by_capacity",
+        {"gate_idx": IDS, "expert_count": np.ones(E, np.int64), "n_expert": E, "n_worker": 1},
+    ),
+    Call(
+        "compat.gshard.random_routing",
+        {"prob": ones(T), "topk_value": ones(T, 2) / 4, "topk_idx": np.zeros((T, 2), np.int64)},
     ),
 ]
 
@@ -386,4 +469,4 @@ PROGRAMS = [
         {**EXPERTS, "gate_up": ones(E, H, 2 * I), "down": ones(E, I, H)},
     ),
 ]
-FURTHER_CALLS = [*OTHER_FORMS, *OF_INCUBATE, *OF_PADDLEFLEET, *OF_TRANSFORMER_ENGINE, *PROGRAMS]
+FURTHER_CALLS = [*OTHER_FORMS, *OF_INCUBATE, *OF_GSHARD, *OF_PADDLEFLEET, *OF_TRANSFORMER_ENGINE, *PROGRAMS]

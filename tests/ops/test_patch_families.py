@@ -11,7 +11,9 @@ from collections.abc import Iterator
 import paddle
 import paddle.incubate.nn.functional as F
 import pytest
-from paddle import _C_ops
+from paddle import _C_ops, _legacy_C_ops
+from paddle.distributed.models.moe.utils import _number_count as number_count_imported_before
+from paddle.distributed.models.moe.utils import _random_routing as random_routing_imported_before
 from paddle.incubate.nn.functional import int_bincount as imported_before
 
 from paddle_moe_ops import explain, patch_paddle, patched_paddle, unpatch_paddle
@@ -25,17 +27,29 @@ FAMILIES = {
         "expand_modality_expert_id",
         "int_bincount",
         "moe_combine",
+        "moe_combine_auto",
+        "moe_combine_auto_grad",
         "moe_combine_grad",
         "moe_combine_no_weight",
+        "moe_combine_no_weight_grad",
         "moe_gate_dispatch",
+        "moe_gate_dispatch_and_quant",
+        "moe_gate_dispatch_auto",
+        "moe_gate_dispatch_auto_grad",
+        "moe_gate_dispatch_grad",
         "moe_gate_dispatch_partial_nosoftmaxtopk",
+        "moe_gate_dispatch_partial_nosoftmaxtopk_grad",
         "moe_gate_dispatch_permute",
+        "moe_gate_dispatch_permute_grad",
     ],
     "gemm": ["batched_gemm"],
+    "gshard": ["number_count", "assign_pos", "limit_by_capacity", "prune_gate_by_capacity", "random_routing"],
 }
-WRAPPED = [name for family in ("incubate", "gemm") for name in FAMILIES[family] if not name.endswith("_grad")]
+LEGACY = "random_routing"  # in paddle._legacy_C_ops
+WRAPPED = [name for family in ("incubate", "gemm") for name in FAMILIES[family] if hasattr(F, name)]
 PADDLES_CODE = {name: getattr(paddle.nn.functional, name).__code__ for name in FAMILIES["permute"]}
 PADDLES_OPERATORS = dict(vars(_C_ops))
+PADDLES_LEGACY_OPERATORS = dict(vars(_legacy_C_ops))
 PADDLES_FUNCTIONS = {name: getattr(F, name) for name in WRAPPED}
 
 
@@ -44,7 +58,8 @@ def paddle_as_it_was() -> Iterator[None]:
     yield
     unpatch_paddle()
     assert patched_families() == []
-    assert all(each is PADDLES_OPERATORS[name] for name, each in vars(_C_ops).items())
+    for module, paddles in ((_C_ops, PADDLES_OPERATORS), (_legacy_C_ops, PADDLES_LEGACY_OPERATORS)):
+        assert all(each is paddles[name] for name, each in vars(module).items())
 
 
 def patched_families() -> list[str]:
@@ -54,6 +69,9 @@ def patched_families() -> list[str]:
     replaced |= {
         name for name, code in PADDLES_CODE.items() if getattr(paddle.nn.functional, name).__code__ is not code
     }
+    legacy = vars(_legacy_C_ops)
+    assert legacy.keys() == PADDLES_LEGACY_OPERATORS.keys()
+    replaced |= {name for name, each in PADDLES_LEGACY_OPERATORS.items() if legacy[name] is not each}
     found = [family for family, names in FAMILIES.items() if replaced & set(names)]
     assert replaced == {name for family in found for name in FAMILIES[family]}
     assert now.keys() == PADDLES_OPERATORS.keys()
@@ -62,7 +80,7 @@ def patched_families() -> list[str]:
 
 @pytest.mark.parametrize(
     "families",
-    [(), ("permute",), ("incubate",), ["gemm", "permute"], {"incubate", "gemm"}],
+    [(), ("permute",), ("incubate",), ["gshard"], ["gemm", "permute"], {"incubate", "gemm"}],
     ids=lambda families: "-".join(sorted(families)),  # a set has no order that all workers agree on
 )
 def test_a_family_is_replaced_in_whole_and_alone(families):
@@ -107,12 +125,23 @@ def test_a_block_leaves_the_families_as_they_were():
     assert patched_families() == []
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_block_takes_one_name(family):
+    with patched_paddle(family):
+        assert patched_families() == [family]
+    assert patched_families() == []
+
+
 @pytest.mark.parametrize("call", [patch_paddle, unpatch_paddle, patched_paddle], ids=lambda each: each.__name__)
 @pytest.mark.parametrize(
     ("families", "error", "text"),
     [
-        (("incubate", "fp8"), ValueError, "families must be one of 'permute', 'incubate', 'gemm', but got 'fp8'"),
-        ("fp8", ValueError, "families must be one of 'permute', 'incubate', 'gemm', but got 'fp8'"),
+        (
+            ("incubate", "fp8"),
+            ValueError,
+            "families must be one of 'permute', 'incubate', 'gemm', 'gshard', but got 'fp8'",
+        ),
+        ("fp8", ValueError, "families must be one of 'permute', 'incubate', 'gemm', 'gshard', but got 'fp8'"),
         (None, TypeError, "families must be a tuple or list of names out of"),
     ],
     ids=str,
@@ -124,12 +153,13 @@ def test_bad_families_patch_nothing(families, error, text, call):
     assert patched_families() == []
 
 
-@pytest.mark.parametrize("family", ["incubate", "gemm"])
+@pytest.mark.parametrize("family", ["incubate", "gemm", "gshard"])
 def test_where_paddle_lacks_an_operator_nothing_is_patched(family, monkeypatch):
     name = FAMILIES[family][-1]
+    module, text = (_legacy_C_ops, "_legacy_C_ops") if name == LEGACY else (_C_ops, "_C_ops")
     with monkeypatch.context() as patch:
-        patch.delattr(_C_ops, name)
-        with pytest.raises(RuntimeError, match=f"^patch_paddle: paddle._C_ops.{name} must exist"):
+        patch.delattr(module, name)
+        with pytest.raises(RuntimeError, match=rf"^patch_paddle: paddle\.{text}\.{name} must exist"):
             patch_paddle(tuple(FAMILIES))
         assert "Paddle itself" in explain()
     assert patched_families() == []
@@ -150,6 +180,16 @@ def test_functions_imported_before_and_operators_called_directly_are_routed_too(
     with patched_paddle(("incubate",)):
         assert imported_before(numbers, 0, 3, "int64").tolist() == [1, 0, 2]
         assert _C_ops.int_bincount(numbers, 0, 3, paddle.int32).tolist() == [1, 0, 2]
+
+
+def test_gates_that_imported_their_functions_before_are_routed_too():
+    ids = paddle.to_tensor([[1, 0], [1, -1]])
+    with patched_paddle(("gshard",)):
+        assert number_count_imported_before(ids, 2).tolist() == [1, 2]
+        assert random_routing_imported_before(ids, paddle.ones([2, 2]), paddle.to_tensor([3.0, 1.0])).tolist() == [
+            [1, -1],
+            [1, -1],
+        ]
 
 
 def test_explain_names_the_families():
