@@ -87,7 +87,8 @@ def _quantized(x: Tensor, use_pow2_scale: bool) -> tuple[Tensor, Tensor]:
     amax = _without_nan(groups).abs().max(-1)
     factors = _quotient(_E4M3_MAX, amax)
     factors = paddle.where(paddle.isinf(factors), paddle.full_like(factors, _LARGEST), factors)
-    factors = paddle.where(amax == 0, paddle.ones_like(factors), factors)
+    # Paddle's == of floats is true for all numbers below 1e-8.
+    factors = paddle.where(amax > 0, factors, paddle.ones_like(factors))
     if use_pow2_scale:
         factors = (factors.view("int32") & paddle.full_like(factors, _EXPONENT_BITS, "int32")).view("float32")
     scaled = groups * factors.unsqueeze(-1)
