@@ -90,7 +90,9 @@ def moe_gate_dispatch_auto_grad(
     """
     name = "moe_gate_dispatch_auto_grad"
     capacity = _checks.integer(name, "capacity", capacity, 0)
-    shape = ["num_experts", "rows", "hidden"] if _checks.flag(name, "use_pad", use_pad) else ["num_tokens", k, "hidden"]
+    k = _checks.integer(name, "k", k, 1)
+    of_experts, of_slots = ("num_experts", "rows", "hidden"), ("num_tokens", k, "hidden")
+    shape = of_experts if _checks.flag(name, "use_pad", use_pad) else of_slots
     _checks.tensor(name, "y_grad", y_grad, _checks.SUM_DTYPES, shape)
     first, second, hidden = known_sizes(y_grad)
     rows = y_grad.reshape([first * second, hidden])

@@ -123,7 +123,7 @@ def test_the_examples_of_paddles_documentation(place):
 
 
 def test_pruned_entries_are_those_that_the_limits_leave_out(rng, place):
-    """Of two workers with one capacity for each expert, the first comes first."""
+    """Two workers share the capacity of each expert, and the first comes first."""
     ids = experts(rng, (2, 200), np.int64, None)
     counts = np.stack([oracle.number_count(each, E) for each in ids]).reshape(-1)
     limited = utils._limit_by_capacity(tensor(counts, place), paddle.full([E], 33, "int64"), 2).reshape([2, E])

@@ -112,12 +112,13 @@ AREAS = {
     "patch": Area(
         (
             *(f"paddle_moe_ops/compat/{name}.py" for name in ("paddle", "_async_load")),
-            "paddle_moe_ops/compat/incubate_*.py",
+            *(f"paddle_moe_ops/compat/{name}.py" for name in ("gshard", "incubate_*", "_incubate_slots")),
             "paddle_moe_ops/compat/transformer_engine*.py",
         ),
         (
             "tests/ops/test_patch_*.py",
-            "tests/ops/test_incubate_*.py",
+            *_tests("ops", "gshard", "incubate_*"),
+            *_tests("scenarios", "float8_dispatch", "gshard_layers"),
             "tests/ops/test_transformer_engine.py",
             "tests/packaging/test_migrating*.py",
             "tests/distributed/test_devices_of_arguments.py",
