@@ -53,7 +53,7 @@ def assign_pos(x: Tensor, cum_count: Tensor, eff_num_len: Tensor) -> Tensor:
     """Return the entries of each expert, one expert after the other, from its last entry to its first.
 
     Paddle's operator counts ``cum_count`` down to the starts of the experts; this one leaves it as it is. Host
-    synchronisation: on a GPU one, to read ``eff_num_len``. In dygraph only.
+    synchronisation: on a GPU one, to read ``eff_num_len``. Graphs are refused.
 
     Args:
         x: int32 or int64 experts of the entries, any shape; entries of a negative expert are left out.
@@ -88,7 +88,7 @@ def assign_pos(x: Tensor, cum_count: Tensor, eff_num_len: Tensor) -> Tensor:
 
 @public()
 def limit_by_capacity(expert_count: Tensor, capacity: Tensor, n_worker: int) -> Tensor:
-    """Limit the entries that workers send to each expert to what the expert takes, the first worker's first.
+    """Limit the entries that workers send to each expert to its capacity; earlier workers come first.
 
     No host synchronisation.
 
@@ -114,7 +114,7 @@ def limit_by_capacity(expert_count: Tensor, capacity: Tensor, n_worker: int) -> 
 
 @public()
 def prune_gate_by_capacity(gate_idx: Tensor, expert_count: Tensor, n_expert: int, n_worker: int) -> Tensor:
-    """Keep the first entries of each expert, as many as it takes; the others become -1.
+    """Keep the first entries of each expert, up to its count; the others become -1.
 
     No host synchronisation.
 

@@ -46,7 +46,7 @@ def moe_gate_dispatch_and_quant(
     """Dispatch as `moe_gate_dispatch` does, with rows as float8 codes and a scale for each 128 columns.
 
     No result has a gradient; a backward pass written by hand calls `moe_gate_dispatch_grad`. Each token is quantised
-    once. Deterministic. No host synchronisation. In dygraph only.
+    once. Deterministic. No host synchronisation. Graphs are refused.
 
     Args:
         x: [T, H] bfloat16 or float16, H a multiple of 128.

@@ -49,7 +49,7 @@ def moe_gate_dispatch_and_quant(
     use_pad: bool,
     use_pow2_scale: bool,
 ) -> tuple[NDArray, ...]:
-    """Return the codes and scales of the rows of `moe_gate_dispatch`, and what that returns after its rows.
+    """Return the codes and scales of the rows of `moe_gate_dispatch`, and its other results.
 
     Rows of no slot are zeros there, so their codes are 0 and their scales 1.
     """

@@ -24,6 +24,12 @@ GATES = {"naive": 2, "gshard": 2, "switch": 1}
 gates = pytest.mark.parametrize("kind", GATES)
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same parameters and random numbers of gates in every run."""
+    paddle.seed(5)
+
+
 class Expert(nn.Layer):
     def __init__(self):
         super().__init__()
@@ -59,7 +65,6 @@ def dense(layer, x, value, ids):
 
 @gates
 def test_a_layer_trains_with_each_gate(kind, rng, place):
-    paddle.seed(5)
     layer = layer_with(kind)
     optimizer = paddle.optimizer.Adam(2e-2, parameters=layer.parameters())
     values = rng.standard_normal((B, S, H)).astype(np.float32)
@@ -127,6 +132,22 @@ def test_a_layer_without_gradients(kind, rng, place):
             out = layer(x * 1.0)
     assert out.stop_gradient
     np.testing.assert_array_equal(out.numpy(), expected.numpy())
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch_size", "capacity"), [("naive", 0, None), ("gshard", 0, None), ("gshard", B, 0)]
+)
+def test_layers_of_no_tokens_and_experts_without_room(kind, batch_size, capacity, rng, place):
+    """Paddle's switch gate fails for both in operators of its own."""
+    layer = layer_with(kind, capacity)
+    values = rng.standard_normal((batch_size, S, H)).astype(np.float32)
+    leaf = tensor(values, place, gradient=True)
+    with patched_paddle("gshard"):
+        out = layer(leaf * 1.0)
+        out.sum().backward()
+    assert out.shape == leaf.grad.shape == [batch_size, S, H]
+    assert not out.numpy().any()
+    assert not leaf.grad.numpy().any()
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
