@@ -68,7 +68,7 @@ def weights_and_index(weights: Tensor, is_kept: Tensor, slot_rows: Tensor) -> tu
     return paddle.where(is_kept, weights, paddle.zeros_like(weights)), scatter_index
 
 
-def padded_or_not(
+def maps_of_dispatch(
     name: str,
     x: Tensor,
     gate_logits: Tensor,

@@ -16,7 +16,7 @@ from paddle import Tensor
 from .. import _checks
 from .._graphs import known_sizes, public
 from ..backends import resolve
-from ._incubate_slots import combine, gradients_of_combine, padded_or_not
+from ._incubate_slots import combine, gradients_of_combine, maps_of_dispatch
 from .incubate_backward import gradients_of_dispatch
 
 __all__ = [
@@ -57,7 +57,7 @@ def moe_gate_dispatch_auto(
         if x.shape[0] < 0:
             _checks.bad_value(name, "x", "of a known number of tokens with use_pad", list(x.shape))
         capacity = x.shape[0] * k // num_experts
-    maps, results = padded_or_not(name, x, gate_logits, corr_bias, k, capacity, use_pad)
+    maps, results = maps_of_dispatch(name, x, gate_logits, corr_bias, k, capacity, use_pad)
     y = resolve("permute", x).permute(x, None, maps, "all")[0]
     return y.reshape([num_experts, capacity, x.shape[1]] if use_pad else [known_sizes(x)[0], k, x.shape[1]]), *results
 

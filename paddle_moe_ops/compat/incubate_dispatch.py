@@ -25,7 +25,7 @@ from ._incubate_slots import (
     choose_experts,
     combine,
     gradients_of_combine,
-    padded_or_not,
+    maps_of_dispatch,
     ranks_by_slot,
     rows_and_maps,
     weights_and_index,
@@ -65,7 +65,7 @@ def moe_gate_dispatch(
         before any slot is dropped; expert_id int32 [T, K].
     """
     name = "moe_gate_dispatch"
-    maps, results = padded_or_not(name, x, gate_logits, corr_bias, k, capacity, use_pad)
+    maps, results = maps_of_dispatch(name, x, gate_logits, corr_bias, k, capacity, use_pad)
     return resolve("permute", x).permute(x, None, maps, "all")[0], *results
 
 

@@ -21,7 +21,7 @@ from paddle import Tensor
 from .. import _checks
 from .._graphs import is_graph_value, public, without_autocast
 from ..backends import resolve
-from ._incubate_slots import padded_or_not
+from ._incubate_slots import maps_of_dispatch
 
 __all__ = ["moe_gate_dispatch_and_quant"]
 
@@ -69,7 +69,7 @@ def moe_gate_dispatch_and_quant(
     if is_graph_value(x):
         _checks.bad_type(name, "x", "a tensor, outside of graphs", "a value of a static graph")
     _checks.flag(name, "use_pow2_scale", use_pow2_scale)
-    maps, results = padded_or_not(name, x, gate_logits, corr_bias, k, capacity, use_pad, _DTYPES)
+    maps, results = maps_of_dispatch(name, x, gate_logits, corr_bias, k, capacity, use_pad, _DTYPES)
     if x.shape[1] % _GROUP:
         _checks.bad_value(name, "x", f"of shape [num_tokens, hidden] with hidden % {_GROUP} == 0", list(x.shape))
     with without_autocast():
