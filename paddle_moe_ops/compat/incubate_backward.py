@@ -24,6 +24,7 @@ from .. import _checks
 from .._graphs import filled, is_graph_value, known_sizes, public, to_dtype, without_autocast
 from ..backends import Validation, resolve
 from ._incubate_slots import gradient_of_rows, maps_of_slots, rows_and_maps
+from .row_maps import kept
 
 __all__ = [
     "moe_combine_no_weight_grad",
@@ -150,7 +151,7 @@ def moe_gate_dispatch_partial_nosoftmaxtopk_grad(
     takes_part, slot_rows = _slots(name, combine_weights_out, scatter_index, k, y_grad, "combine_weights_out")
     shape = combine_weights_out.shape
     _checks.tensor(name, "combine_weights_out_grad", combine_weights_out_grad, (paddle.float32,), shape)
-    _checks.same_place(name, y_grad=y_grad, combine_weights_out_grad=combine_weights_out_grad)
+    _checks.same_place(name, combine_weights_out=combine_weights_out, combine_weights_out_grad=combine_weights_out_grad)
     num_rows = known_sizes(y_grad)[0]
     is_row = takes_part & (slot_rows >= 0) & (slot_rows < num_rows)
     gradient = combine_weights_out_grad
@@ -216,7 +217,7 @@ def _slots(
     k = _checks.integer(name, "k", k, 1)
     _checks.tensor(name, argument, weights, (paddle.float32,), ["num_tokens", k])
     _checks.tensor(name, "scatter_index", scatter_index, _checks.ID_DTYPES, [k, weights.shape[0]])
-    _checks.same_place(name, **{"y_grad": rows, argument: weights, "scatter_index": scatter_index})
+    _checks.same_place(name, **{argument: weights, "scatter_index": scatter_index, "y_grad": rows})
     return weights > 0, to_dtype(scatter_index, paddle.int32).transpose([1, 0])
 
 
@@ -235,7 +236,7 @@ def _of_scores(name: str, takes_part: Tensor, expert_id: Tensor, gradient: Tenso
     if not is_graph_value(gradient) and _checks.validation(name, None, gradient) > Validation.OFF:
         wrong = takes_part & ~is_expert
         if bool(wrong.any()):
-            given = int(expert_id.flatten()[int(wrong.flatten().astype("int32").argmax())])
+            given = int(expert_id.flatten()[int(wrong.astype("int32").argmax())])
             _checks.bad_value(name, "expert_id", f"in [0, {num_experts}) for slots of a weight above 0", given)
     adds = takes_part & is_expert
     with without_autocast():

@@ -11,7 +11,16 @@ import pytest
 
 from paddle_moe_ops import use_backend
 from paddle_moe_ops.backends.arrays import to_numpy
-from paddle_moe_ops.compat import incubate_dispatch, incubate_gemm, incubate_routing, paddlefleet
+from paddle_moe_ops.compat import (
+    gshard,
+    incubate_auto,
+    incubate_backward,
+    incubate_dispatch,
+    incubate_gemm,
+    incubate_quant,
+    incubate_routing,
+    paddlefleet,
+)
 from tests.ops.fastdeploy_calls import FASTDEPLOY_CALLS
 from tests.ops.further_calls import OF_PADDLEFLEET
 
@@ -36,6 +45,9 @@ def arguments() -> dict[Any, dict[str, Any]]:
     part = {"x": ones([T, H]), "zipped_expertwise_rowmap": rowmap, "num_experts": E, "total_unzipped_rows": T}
     zipped = {"x_zipped": ones([T, H]), "x_unzipped": ones([T, H]), "idx_unzipped": ids[:, 0], "zipped_rows": T}
     probs = {"unzipped_prob": [ones([T]), ones([0]), ones([0])], "zipped_expertwise_rowmap": rowmap}
+    slots = {"combine_weights": ones([T, K]), "scatter_index": ids.transpose([1, 0]), "expert_id": ids}
+    slots |= {"combine_weights_grad": ones([T, K]), "k": K, "capacity": 4}
+    counts = paddle.full([1], T, "int64")
     product = {"lhs": ones([T, H]), "rhs": ones([T, 3]), "batch_sizes": [2, 3], "trans_lhs": True}
     return {
         incubate_dispatch.moe_gate_dispatch: {**gate, "use_pad": True},
@@ -54,6 +66,21 @@ def arguments() -> dict[Any, dict[str, Any]]:
         paddlefleet.tokens_unzip_slice: {**part, "start_idx": 0, "end_idx": T},
         paddlefleet.tokens_zip_unique_add: zipped,
         paddlefleet.tokens_zip_prob: {**probs, "dispatched_indices": ids},
+        incubate_quant.moe_gate_dispatch_and_quant: {
+            **gate,
+            "x": ones([T, 128]).astype("bfloat16"),
+            "use_pad": True,
+            "use_pow2_scale": True,
+        },
+        incubate_backward.moe_gate_dispatch_grad: {**slots, "y_grad": ones([E * 4, H]), "use_pad": True},
+        incubate_backward.moe_gate_dispatch_permute_grad: {**slots, "y_grad": ones([E, 1, 4, H]), "world_size": 1},
+        incubate_auto.moe_gate_dispatch_auto: {**gate, "use_pad": True},
+        incubate_auto.moe_gate_dispatch_auto_grad: {**slots, "y_grad": ones([E, 4, H]), "use_pad": True},
+        incubate_auto.moe_combine_auto: combine,
+        incubate_auto.moe_combine_auto_grad: {**combine, "y_grad": ones([T, H])},
+        gshard.limit_by_capacity: {"expert_count": counts, "capacity": counts * 2, "n_worker": 1},
+        gshard.prune_gate_by_capacity: {"gate_idx": ids, "expert_count": counts, "n_expert": 1, "n_worker": 1},
+        gshard.random_routing: {"prob": ones([T]), "topk_value": ones([T, 2]), "topk_idx": ids},
     }
 
 

@@ -122,6 +122,13 @@ def test_the_examples_of_paddles_documentation(place):
     assert utils._prune_gate_by_capacity(gate, room, 8, 1).tolist() == [1, 3, 3, 3, -1, 2, 1, 1]
 
 
+def test_one_expert_and_entries_of_none(place):
+    ids = tensor(np.array([-1, 0, 0, -1, 0]), place)
+    assert utils._number_count(ids, 1).tolist() == [3]
+    assert utils._assign_pos(ids, tensor(np.array([3]), place)).tolist() == [4, 2, 1]
+    assert utils._prune_gate_by_capacity(ids, tensor(np.array([2]), place), 1, 1).tolist() == [-1, 0, 0, -1, -1]
+
+
 def test_pruned_entries_are_those_that_the_limits_leave_out(rng, place):
     """Two workers share the capacity of each expert, and the first comes first."""
     ids = experts(rng, (2, 200), np.int64, None)
