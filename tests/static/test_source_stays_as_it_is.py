@@ -37,8 +37,10 @@ from paddle_moe_ops import (
 )
 from paddle_moe_ops.compat import (
     fastdeploy,
+    gshard,
     incubate_dispatch,
     incubate_gemm,
+    incubate_quant,
     incubate_routing,
     paddlefleet,
     transformer_engine,
@@ -61,6 +63,7 @@ from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.every_call import CALLS as OWN_CALLS
 from tests.ops.every_call import IDS, PROBS, ROUTED, A, E, H, K, S, T, made_of, ones
 from tests.ops.fastdeploy_calls import DYGRAPH_NAMES, FASTDEPLOY_CALLS
+from tests.ops.further_calls import OF_GSHARD, OF_INCUBATE
 from tests.packaging.public_api import public_modules
 
 pytestmark = pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface")
@@ -70,6 +73,7 @@ FOLDER = str(Path(paddle_moe_ops.__file__).parent)
 CALLS = [*OWN_CALLS, *FASTDEPLOY_CALLS]
 NO_PROGRAMS = ("reference", "testing", "expert_parallel", "integrations")
 OF_DYGRAPH = {lay_side_by_side, quantize_experts, quantized_experts}
+OF_DYGRAPH |= {gshard.assign_pos, incubate_quant.moe_gate_dispatch_and_quant}
 OF_DYGRAPH |= {fastdeploy.patch_fastdeploy, fastdeploy.patched_fastdeploy, fastdeploy.unpatch_fastdeploy}
 OF_DYGRAPH |= {getattr(fastdeploy, name) for name in DYGRAPH_NAMES}
 OF_DYGRAPH |= {getattr(paddlefleet, name) for name in paddlefleet.__all__}
@@ -207,6 +211,12 @@ def calls() -> Iterator[tuple[str, Any, dict[str, Any]]]:
         },
         "batched_gemm": {"lhs": ones(4, H), "rhs": ones(2, H, 3), "batch_sizes": [1, 3]},
     }
+    for call in (*OF_INCUBATE, *OF_GSHARD):
+        family, _, function = call.name.rpartition(".")
+        if family in ("compat.gshard", "compat.incubate_auto", "compat.incubate_backward", "compat.incubate_quant"):
+            function = getattr(importlib.import_module(f"paddle_moe_ops.{family}"), call.function)
+            if function not in OF_DYGRAPH:
+                yield call.name, function, call.arguments
     for module in (incubate_dispatch, incubate_gemm, incubate_routing):
         for name in module.__all__:
             yield f"{module.__name__}.{name}", getattr(module, name), arguments[name]
