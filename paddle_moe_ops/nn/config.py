@@ -50,7 +50,7 @@ class MoEConfig:
         transport: with a group, the transport of tokens: see `expert_parallel.ExpertParallel`.
         timeout: with a group, seconds that a rank waits for the others: see `expert_parallel.ExpertParallel`.
 
-    Example:
+    Examples:
         >>> from paddle_moe_ops.nn import MoEConfig, MoELayer
         >>> config = MoEConfig(64, 32, num_experts=8, topk=2, scoring="sigmoid")
         >>> MoELayer(config).config == config

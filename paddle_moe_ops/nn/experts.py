@@ -66,6 +66,14 @@ class SwiGLUExperts(nn.Layer):
         TypeError: a size is not an int, or a flag is not a bool.
         ValueError: a size below 1, or an unknown activation; ``compute`` with biases or another activation;
             ``keep="h_fp8"`` without ``compute``.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops import route
+        >>> from paddle_moe_ops.nn import SwiGLUExperts
+        >>> plan = route(paddle.randint(0, 8, [16, 1]), num_experts=8)
+        >>> SwiGLUExperts(8, 64, 32)(paddle.randn([16, 64]), plan=plan, combine=True).shape
+        [16, 64]
     """
 
     def __init__(
@@ -90,16 +98,10 @@ class SwiGLUExperts(nn.Layer):
         self.float8_matrices = None if compute is None else Float8Matrices()
         self.matrix_format: str | None = None
         self._name_in_errors = _NAME  # the layer that the user called
-        self.memory_options: dict[str, Any] = {
-            "keep": keep,
-            "workspace_mb": Size(workspace_mb),
-            "accumulate": accumulate,
-        }
+        options = {"keep": keep, "workspace_mb": Size(workspace_mb), "accumulate": accumulate}
+        self.memory_options: dict[str, Any] = options
         self.num_experts, self.hidden_size, self.intermediate_size = sizes(
-            _NAME,
-            num_experts=num_experts,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
+            _NAME, num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size
         )
         self.gate_up = weight(self, [num_experts, hidden_size, 2 * intermediate_size], fan_in=hidden_size)
         self.down = weight(self, [num_experts, intermediate_size, hidden_size], fan_in=intermediate_size)
@@ -151,7 +153,7 @@ class SwiGLUExperts(nn.Layer):
         Raises:
             ValueError: an unknown or unsupported format, or a layer that was quantised before.
 
-        Example:
+        Examples:
             >>> from paddle_moe_ops.nn import SwiGLUExperts
             >>> SwiGLUExperts(4, 64, 32).quantize("int8").gate_up_codes.shape
             [4, 64, 64]

@@ -53,6 +53,12 @@ class SwiGLU(nn.Layer):
     Raises:
         TypeError: a size is not an int.
         ValueError: a size below 1.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops.nn import SwiGLU
+        >>> SwiGLU(64, 32)(paddle.randn([2, 8, 64])).shape
+        [2, 8, 64]
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
@@ -116,6 +122,16 @@ class MoELayer(nn.Layer):
         ValueError: a size out of range (see TopKRouter, SwiGLUExperts) or num_shared_experts below 0; ``compute`` with
             biases, with another activation, or with a group whose rows come back one by one; ``keep="h_fp8"`` without
             ``compute``.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops.nn import MoELayer
+        >>> layer = MoELayer(64, 32, num_experts=8, topk=2, scoring="sigmoid", scaling_factor=2.5)
+        >>> out = layer(paddle.randn([2, 8, 64]))
+        >>> (out.square().mean() + 1e-3 * layer.aux_loss).backward()
+        >>> layer.router.update_correction_bias(layer.tokens_per_expert)
+        >>> out.shape, sum(layer.tokens_per_expert)
+        ([2, 8, 64], 32)
     """
 
     @misnamed(top_k="topk")
@@ -254,7 +270,7 @@ class MoELayer(nn.Layer):
         Later forward passes raise; backward passes of earlier ones work. See `expert_parallel.ExpertParallel.close`.
         Without a group this does nothing.
 
-        Example:
+        Examples:
             >>> import paddle
             >>> from paddle_moe_ops.nn import MoELayer
             >>> layer = MoELayer(64, 32, num_experts=8, topk=2)  # with ranks: group=group
@@ -279,7 +295,7 @@ class MoELayer(nn.Layer):
         Raises:
             ValueError: as `SwiGLUExperts.quantize`.
 
-        Example:
+        Examples:
             >>> import paddle
             >>> from paddle_moe_ops.nn import MoELayer
             >>> layer = MoELayer(64, 32, num_experts=8, topk=2).quantize_experts("int4")

@@ -41,7 +41,7 @@ def load_balance_loss(
         TypeError: an argument of the wrong type or dtype; neither or both of ``ids`` and ``load``.
         ValueError: an argument of the wrong shape; on a CPU, an id outside [-1, E).
 
-    Example:
+    Examples:
         >>> import paddle
         >>> from paddle_moe_ops.nn import load_balance_loss
         >>> scores = paddle.full([4, 2], 0.5)
@@ -116,7 +116,7 @@ def router_z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
         TypeError: logits or mask is not a tensor of these dtypes.
         ValueError: logits is not [T, E], or mask not [T].
 
-    Example:
+    Examples:
         >>> import paddle
         >>> from paddle_moe_ops.nn import router_z_loss
         >>> router_z_loss(paddle.zeros([3, 1])).item()

@@ -22,10 +22,7 @@ _NAME = "lay_side_by_side"
 def lay_side_by_side(parameters: Sequence[Tensor] | nn.ParameterList) -> None:
     """Put the parameters of E experts in one allocation, back to back.
 
-    `moe_mlp` and `grouped_gemm` then use a list of these parameters on a GPU without copying them to one tensor first::
-
-        for matrices in ([each.up.weight for each in experts], [each.down.weight for each in experts]):
-            lay_side_by_side(matrices)
+    `moe_mlp` and `grouped_gemm` then use a list of these parameters on a GPU without copying them to one tensor first.
 
     Only the memory changes. The parameters stay the same objects with the same names, values, gradients and optimizer
     states, and checkpoints are saved and loaded as before. Call it once, after the layers are on their device and in
@@ -45,6 +42,18 @@ def lay_side_by_side(parameters: Sequence[Tensor] | nn.ParameterList) -> None:
         TypeError: not a list of tensors, or tensors of other dtypes than the first.
         ValueError: an empty list, tensors of other shapes or places than the first, a tensor that is in the list twice,
             or one whose memory is part of a larger allocation.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops import moe_mlp, route
+        >>> from paddle_moe_ops.nn import SwiGLU, lay_side_by_side
+        >>> experts = paddle.nn.LayerList([SwiGLU(64, 32) for _ in range(8)])
+        >>> gate_up, down = [each.gate_up for each in experts], [each.down for each in experts]
+        >>> for matrices in (gate_up, down):
+        ...     lay_side_by_side(matrices)
+        >>> plan = route(paddle.randint(0, 8, [16, 1]), num_experts=8)
+        >>> moe_mlp(paddle.randn([16, 64]), plan, None, gate_up, down).shape
+        [16, 64]
     """
     parameters = listed(parameters)
     if not isinstance(parameters, Sequence) or isinstance(parameters, str):

@@ -18,14 +18,7 @@ def set_is_first_microbatch(model: nn.Layer) -> int:
     compute="fp8_1x128")``, which have no argument for it. Call it at the start of each step of the optimizer, and after
     anything else that changes parameters: calls in between use the layers' kept matrices, whatever the values of the
     parameters, so call it before an evaluation as well. Megatron-LM has a function of this name for the layers of
-    TransformerEngine::
-
-        for batch in batches:
-            set_is_first_microbatch(model)
-            for micro_batch in batch:
-                loss_of(model(micro_batch)).backward()
-            optimizer.step()
-            optimizer.clear_grad()
+    TransformerEngine.
 
     Calls with ``is_first_microbatch`` do what it says. Programs quantise matrices in each pass. A copy of a model keeps
     nothing until this is called for it. No host synchronisation.
@@ -38,6 +31,18 @@ def set_is_first_microbatch(model: nn.Layer) -> int:
 
     Raises:
         TypeError: not a `paddle.nn.Layer`.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops.nn import MoELayer, set_is_first_microbatch
+        >>> model = MoELayer(64, 32, num_experts=8, topk=2, compute="fp8_1x128")
+        >>> optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+        >>> set_is_first_microbatch(model)  # at the start of each step
+        1
+        >>> for micro_batch in paddle.randn([4, 16, 64]):
+        ...     model(micro_batch).square().mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.clear_grad()
     """
     keeping = _caches_of("set_is_first_microbatch", model)
     for each in keeping:
@@ -51,14 +56,7 @@ def keep_float8_matrices(model: nn.Layer) -> int:
     Call it once, after the model is constructed and moved to its device and dtype. It affects the layers that
     `set_is_first_microbatch` affects, which then need neither that function nor ``is_first_microbatch``: micro-batches
     share the codes, 2 bytes for each element, or 1 if no gradient is required. Bits are those of a model that quantises
-    in each pass::
-
-        keep_float8_matrices(model)
-        for batch in batches:
-            for micro_batch in batch:
-                loss_of(model(micro_batch)).backward()
-            optimizer.step()
-            optimizer.clear_grad()
+    in each pass.
 
     These changes are noticed: a step of any optimizer of Paddle or Fleet, ``set_state_dict``, ``set_value``, ``copy_``,
     operators in place, and a move to other memory, as by ``to`` or a gather of sharded parameters. To count them, the
@@ -78,10 +76,17 @@ def keep_float8_matrices(model: nn.Layer) -> int:
     Raises:
         TypeError: not a `paddle.nn.Layer`.
 
-    Example:
+    Examples:
+        >>> import paddle
         >>> from paddle_moe_ops.nn import MoELayer, keep_float8_matrices
-        >>> keep_float8_matrices(MoELayer(64, 32, num_experts=8, topk=2, compute="fp8_1x128"))
+        >>> model = MoELayer(64, 32, num_experts=8, topk=2, compute="fp8_1x128")
+        >>> keep_float8_matrices(model)
         1
+        >>> optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+        >>> for micro_batch in paddle.randn([4, 16, 64]):
+        ...     model(micro_batch).square().mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.clear_grad()
     """
     keeping = _caches_of("keep_float8_matrices", model)
     for each in keeping:

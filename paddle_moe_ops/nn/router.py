@@ -43,6 +43,14 @@ class RouterOutput(NamedTuple):
         probs: weights of these experts, float32 [T, K], differentiable; 0 for tokens that a mask leaves out.
         scores: scores of all experts without the correction bias, float32 [T, E], differentiable.
         logits: the scores' logits, float32 [T, E], differentiable.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops.nn import TopKRouter, router_z_loss
+        >>> ids, probs, scores, logits = TopKRouter(64, num_experts=8, topk=2)(paddle.randn([16, 64]))
+        >>> ids.shape, probs.shape, scores.shape
+        ([16, 2], [16, 2], [16, 8])
+        >>> z_loss = router_z_loss(logits)
     """
 
     ids: Tensor
@@ -81,6 +89,17 @@ class TopKRouter(nn.Layer):
         TypeError: a size is not an int, a flag is not a bool, or a factor is not a number.
         ValueError: a size below 1, K above E or above the experts of the kept groups, groups that do not divide E,
             an unknown scoring, or a capacity factor that is not above 0.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops import route
+        >>> from paddle_moe_ops.nn import TopKRouter
+        >>> router = TopKRouter(64, num_experts=8, topk=2, scoring="sigmoid", num_groups=4, topk_groups=2)
+        >>> routed = router(paddle.randn([16, 64]))
+        >>> plan = route(routed.ids, routed.probs, num_experts=8)
+        >>> router.update_correction_bias(plan.routed_per_expert)
+        >>> plan.num_rows
+        32
     """
 
     @misnamed(top_k="topk")
