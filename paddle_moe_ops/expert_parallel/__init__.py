@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 from .checkpoint import gather_state_dict, shard_state_dict
-from .dispatch import ExpertParallel, Received
+from .dispatch import ExpertParallel
 from .fleet import distributed_optimizer
+from .loss_scaling import GradScaler
 from .optimizers import gather_optimizer_state_dict, shard_optimizer_state_dict
 from .parameters import is_expert_parameter, mark_expert_parameters
-from .training import ClipGradByGlobalNorm, GradScaler, average_gradients
+from .received import Received
+from .training import ClipGradByGlobalNorm, average_gradients
 
 __all__ = [
     "ClipGradByGlobalNorm",

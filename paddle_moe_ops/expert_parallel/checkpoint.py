@@ -196,6 +196,14 @@ def gather_state_dict(
             of the ranks; on every rank, if ranks that share experts have different parameters of them, or ``dst``
             differs.
         RuntimeError: another rank raised an error.
+
+    Examples:
+        >>> from paddle_moe_ops.expert_parallel import gather_state_dict
+        >>> from paddle_moe_ops.nn import MoELayer
+        >>> model = MoELayer(64, 32, num_experts=8, topk=2)  # with ranks: group=group
+        >>> state = gather_state_dict(model, dst=0, to_cpu=True)  # then on rank 0: paddle.save(state, path)
+        >>> state["experts.gate_up"].shape
+        [8, 64, 64]
     """
     function = "gather_state_dict"
     everyone = group_of(function, group)
@@ -234,6 +242,13 @@ def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = 
         ValueError: the state lacks experts of the layer, or its keys have a prefix such as ``_layers.``; a tensor does
             not have the shape that the layer's has, or a parameter of experts not those of all ranks; other ranks than
             the group's share the experts; this process is not one of the group's ranks.
+
+    Examples:
+        >>> from paddle_moe_ops.expert_parallel import gather_state_dict, shard_state_dict
+        >>> from paddle_moe_ops.nn import MoELayer
+        >>> model = MoELayer(64, 32, num_experts=8, topk=2)  # with ranks: group=group
+        >>> state = gather_state_dict(model)  # or paddle.load(path)
+        >>> missing, unexpected = model.set_state_dict(shard_state_dict(state, model))
     """
     name = "shard_state_dict"
     everyone, layer = group_of(name, group), without_wrapper(name, layer)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy as copying
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import paddle
@@ -21,7 +20,6 @@ from ..backends.base import Validation
 from ..routing import Plan, planned, route, row_probs
 from .agreement import Kind, LayerCall, Mode, Step, agree, combine_step, group_of, number_of_layer
 from .alltoall import (
-    Chunks,
     Counts,
     check_travel,
     chunks_of,
@@ -39,61 +37,15 @@ from .alltoall import (
 )
 from .deep_ep import DeepEP
 from .peer import Peers
+from .received import Received, WayBack, WayBackToPeers
 from .symmetric_buffers import buffers_of
 from .transports import DEFAULT_TIMEOUT_S, transport_for
 
-__all__ = ["ExpertParallel", "Received", "parallel_of_agreed", "telling_of_errors"]
+__all__ = ["ExpertParallel", "parallel_of_agreed", "telling_of_errors"]
 
 _NAME = "ExpertParallel"
 _DISPATCH = f"{_NAME}.dispatch"
 _OF_TOKENS, _OF_ROWS = "the tokens of received", "the rows of received"
-
-
-@dataclass(frozen=True, eq=False)
-class Received:
-    """The tokens that a rank received for its experts: T are its own tokens, R the received ones, N their rows.
-
-    Attributes:
-        plan: the local plan, which maps the R tokens to rows of this rank's experts.
-        rows: with ``combine="exact"`` [N, d], the rows of the local experts in expert order; otherwise None.
-        tokens: with ``combine="reduced"`` [R, d], the received tokens, in the order of ranks; otherwise None.
-        probs: with ``combine="reduced"`` float32 [R, K], their probabilities; otherwise None.
-        tokens_per_expert: rows of each local expert, E / P ints, for `grouped_gemm`. With ``tokens_per_rank`` an int32
-            tensor; ``rows`` on a GPU then may have more rows than its sum.
-        routed_per_expert: int32 [E], slots of this rank's own tokens by expert, dropped ones included.
-        dropped_slots: 0-D int32, number of them dropped by ``capacity`` or ``tokens_per_rank``.
-    """
-
-    plan: Plan
-    rows: Tensor | None
-    tokens: Tensor | None
-    probs: Tensor | None
-    tokens_per_expert: list[int] | Tensor
-    routed_per_expert: Tensor
-    dropped_slots: Tensor
-    _way_back: _WayBack | _WayBackToPeers
-
-
-@dataclass(frozen=True, eq=False)
-class _WayBack:
-    """The state of a dispatch for `combine`."""
-
-    counts: Counts  # of the rows, or tokens, to send back
-    chunks: Chunks | None
-    plan: Plan  # of the rows, or parts, that return to this rank's tokens
-    weights: Tensor | None  # by row of the plan, a copy: the caller may overwrite the originals
-    call: LayerCall
-
-
-@dataclass(frozen=True, eq=False)
-class _WayBackToPeers:
-    """The state of a dispatch for `combine` with transport "peer" or "deepep"."""
-
-    peers: Peers | DeepEP
-    trip: Any
-    num_lines: int  # received tokens or rows, or their maximum
-    plan: Plan | None  # of the rows that return, with combine="exact"
-    weights: Tensor | None  # by row of the plan
 
 
 class ExpertParallel:
@@ -147,6 +99,18 @@ class ExpertParallel:
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: an argument of the wrong value, or arguments that differ between ranks.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops import moe_mlp
+        >>> from paddle_moe_ops.expert_parallel import ExpertParallel
+        >>> parallel = ExpertParallel(8, combine="reduced")  # with ranks: all of them, or group=group
+        >>> ids, probs = paddle.randint(0, 8, [16, 1]), paddle.ones([16, 1])
+        >>> received = parallel.dispatch(paddle.randn([16, 64]), ids, probs)
+        >>> gate_up, down = paddle.randn([parallel.num_local_experts, 64, 96]), paddle.randn([8, 48, 64])
+        >>> y = moe_mlp(received.tokens, received.plan, received.probs, gate_up, down)
+        >>> parallel.combine(y, received).shape
+        [16, 64]
     """
 
     def __init__(
@@ -279,14 +243,10 @@ class ExpertParallel:
         Not collective: ranks may close in any order. A second call does nothing. Host synchronisation: on a GPU, waits
         for its kernels where memory is freed. CUDA graphs of earlier calls must not be replayed after that.
 
-        Example:
-            >>> import paddle
+        Examples:
             >>> from paddle_moe_ops.expert_parallel import ExpertParallel
             >>> parallel = ExpertParallel(8, combine="reduced", transport="peer", tokens_per_rank=16)
-            >>> ids, probs = paddle.zeros([16, 1], "int32"), paddle.ones([16, 1])
-            >>> received = parallel.dispatch(paddle.randn([16, 64]), ids, probs)
-            >>> y = parallel.combine(received.tokens, received)  # [16, 64]
-            >>> parallel.close()
+            >>> parallel.close()  # after the last backward pass, or before
         """
         self._peers, self._is_closed = None, True
 
@@ -371,7 +331,7 @@ def _dispatch(
         return _received_tokens(x, probs, to_ranks, tokens, ep, step, common)
     chunks, plan = chunks_of(of_experts, like=x), trimmed(plan, sum(rows.received))
     made = rows_of_tokens(x, plan, to_ranks, tokens, local, chunks, rows, step)
-    back = _WayBack(rows, chunks, plan, row_probs(probs, plan), step.call)
+    back = WayBack(rows, chunks, plan, row_probs(probs, plan), step.call)
     return Received(rows=made, tokens=None, probs=None, _way_back=back, **common)
 
 
@@ -458,7 +418,7 @@ def _dispatch_to_peers(
         tokens_per_expert=made.plan.tokens_per_expert,
         routed_per_expert=plan.routed_per_expert,
         dropped_slots=made.dropped if capacity is None else plan.overflow + made.dropped,
-        _way_back=_WayBackToPeers(peers, made.trip, made.plan.num_rows, plan, row_probs(probs, plan)),
+        _way_back=WayBackToPeers(peers, made.trip, made.plan.num_rows, plan, row_probs(probs, plan)),
     )
 
 
@@ -473,7 +433,7 @@ def _tokens_of_peers(got: Any, peers: Peers | DeepEP, ep: ExpertParallel, routed
         tokens_per_expert=local.tokens_per_expert,
         routed_per_expert=routed,
         dropped_slots=dropped,
-        _way_back=_WayBackToPeers(peers, got.trip, local.num_tokens, None, None),
+        _way_back=WayBackToPeers(peers, got.trip, local.num_tokens, None, None),
     )
 
 
@@ -481,14 +441,14 @@ def _received_tokens(
     x: Tensor, probs: Tensor, to_ranks: Plan, tokens: Counts, ep: ExpertParallel, step: Step, common: dict[str, Any]
 ) -> Received:
     arrived, their_probs = tokens_and_probs(x, probs, to_ranks, tokens, step)
-    back = _WayBack(Counts(ep._transport, tokens.received, tokens.sent), None, to_ranks, None, step.call)
+    back = WayBack(Counts(ep._transport, tokens.received, tokens.sent), None, to_ranks, None, step.call)
     return Received(rows=None, tokens=arrived, probs=their_probs, _way_back=back, **common)
 
 
 @public("out")
 def _combine(out: Tensor, received: Received) -> Tensor:
     name, back = f"{_NAME}.combine", received._way_back
-    if isinstance(back, _WayBackToPeers):
+    if isinstance(back, WayBackToPeers):
         what = _OF_TOKENS if back.plan is None else _OF_ROWS
         _checks.rows(name, "out", out, _checks.SUM_DTYPES, back.num_lines, f", {what}")
         if back.plan is None or isinstance(back.peers, DeepEP):

@@ -58,6 +58,19 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
         TypeError: the optimizer has no list of parameters.
         ValueError: Fleet was not started, or its topology or strategy is not one of these; experts are shared by ranks
             of several groups, or by other ranks than the topology's.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle.distributed import fleet
+        >>> from paddle_moe_ops.expert_parallel import distributed_optimizer
+        >>> from paddle_moe_ops.nn import MoELayer
+        >>> fleet.init(is_collective=True)  # with ranks: strategy=strategy
+        <paddle.distributed.fleet.fleet.Fleet object at 0x...>
+        >>> group = fleet.get_hybrid_communicate_group().get_data_parallel_group()
+        >>> model = MoELayer(64, 32, num_experts=8, topk=2, group=group)  # then fleet.distributed_model(model)
+        >>> optimizer = distributed_optimizer(paddle.optimizer.AdamW(parameters=model.parameters()))
+        >>> model(paddle.randn([16, 64])).square().mean().backward()
+        >>> optimizer.step()
     """
     parameters = getattr(optimizer, "_parameter_list", None)
     if not parameters or isinstance(parameters[0], dict):

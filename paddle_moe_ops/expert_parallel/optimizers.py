@@ -89,6 +89,19 @@ def gather_optimizer_state_dict(
             element; other ranks than the group's share the experts; ``dst`` is not one of the ranks; the ranks' states
             or their ``dst`` differ.
         RuntimeError: another rank raised one of these errors.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops.expert_parallel import gather_optimizer_state_dict
+        >>> from paddle_moe_ops.nn import MoELayer
+        >>> model = MoELayer(64, 32, num_experts=8, topk=2)  # with ranks: group=group
+        >>> optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+        >>> model(paddle.randn([16, 64])).square().mean().backward()
+        >>> optimizer.step()
+        >>> state = gather_optimizer_state_dict(optimizer, model, dst=0, to_cpu=True)  # then on rank 0: paddle.save
+        >>> name = state["parameter_names"]["experts.gate_up"]
+        >>> state[f"{name}_moment1_0"].shape
+        [8, 64, 64]
     """
     function = "gather_optimizer_state_dict"
     everyone = group_of(function, group)
@@ -139,6 +152,18 @@ def shard_optimizer_state_dict(state: Mapping[str, Any], layer: nn.Layer, group:
         ValueError: a key belongs to none of the layer's parameters; a tensor of an expert's parameter has neither the
             parameter's shape with the experts of all ranks nor one number; other ranks than the group's share the
             experts.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops.expert_parallel import gather_optimizer_state_dict, shard_optimizer_state_dict
+        >>> from paddle_moe_ops.nn import MoELayer
+        >>> model = MoELayer(64, 32, num_experts=8, topk=2)  # with ranks: group=group
+        >>> optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+        >>> model(paddle.randn([16, 64])).square().mean().backward()
+        >>> optimizer.step()
+        >>> state = gather_optimizer_state_dict(optimizer, model)  # or paddle.load(path)
+        >>> optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+        >>> optimizer.set_state_dict(shard_optimizer_state_dict(state, model))
     """
     function = "shard_optimizer_state_dict"
     everyone = group_of(function, group)

@@ -125,6 +125,14 @@ def mark_expert_parameters(experts: nn.Layer, sharding_group: Any = None, *, gro
     Raises:
         TypeError: the layer is not a layer, or a group is not a group.
         ValueError: this process is not one of a group's ranks.
+
+    Examples:
+        >>> from paddle_moe_ops.expert_parallel import is_expert_parameter, mark_expert_parameters
+        >>> from paddle_moe_ops.nn import SwiGLUExperts
+        >>> experts = SwiGLUExperts(8, 64, 32)
+        >>> mark_expert_parameters(experts)  # with ranks: group=group
+        >>> all(map(is_expert_parameter, experts.parameters()))
+        True
     """
     function = "mark_expert_parameters"
     _checks.instance(function, "experts", experts, nn.Layer, "a Layer")
@@ -202,6 +210,14 @@ def is_expert_parameter(parameter: Tensor) -> bool:
 
     `paddle.incubate.distributed.models.moe.ClipGradForMOEByGlobalNorm`, which clips by the norm over all ranks, accepts
     this function.
+
+    Examples:
+        >>> from paddle_moe_ops.expert_parallel import is_expert_parameter, mark_expert_parameters
+        >>> from paddle_moe_ops.nn import MoELayer
+        >>> model = MoELayer(64, 32, num_experts=8, topk=2)
+        >>> mark_expert_parameters(model.experts)  # with ranks: group=group
+        >>> [name for name, each in model.named_parameters() if is_expert_parameter(each)]
+        ['experts.gate_up', 'experts.down']
     """
     return bool(getattr(parameter, "expert", False))
 

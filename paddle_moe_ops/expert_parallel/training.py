@@ -1,11 +1,10 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Training with expert parallelism: averages of gradients, gradient clipping and loss scaling."""
+"""Training with expert parallelism: averages of gradients and gradient clipping."""
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -30,11 +29,11 @@ from .parameters import (
 )
 from .transports import DEFAULT_TIMEOUT_S, Rendezvous, checked_timeout
 
-__all__ = ["ClipGradByGlobalNorm", "GradScaler", "average_gradients", "rounded_once"]
+__all__ = ["ClipGradByGlobalNorm", "average_gradients", "rounded_once"]
 
 BUCKET_BYTES = 25 * 2**20
 _SUM_BYTES = 4  # of float32, the dtype of sums of 16-bit gradients
-_AVERAGE, _SCALER = "average_gradients", "GradScaler"
+_AVERAGE = "average_gradients"
 _NO_GRADIENT, _NOT_TRAINED = "none", "not trained"
 _READY, _LACKS_COPIES, _RAISES = range(3)  # states of a rank
 _HASH_BYTES = 7  # of a positive int64
@@ -162,6 +161,14 @@ def average_gradients(
             changes: the ranks have different numbers of parameters, or train different ones, or parameters or gradients
             differ in shape or dtype; on several ranks a gradient is not dense; the groups of a parameter overlap.
         RuntimeError: the arguments of another rank are bad, or it did not arrive in time; the message names it.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops.expert_parallel import average_gradients
+        >>> from paddle_moe_ops.nn import MoELayer
+        >>> model = MoELayer(64, 32, num_experts=8, topk=2)  # with ranks: group=group
+        >>> model(paddle.randn([16, 64])).square().mean().backward()
+        >>> average_gradients(model.parameters())  # before the optimizer's step
     """
     is_given, group = group is not None, group_of(_AVERAGE, group)
     others, error = _copies(group, copies), None
@@ -372,6 +379,13 @@ class ClipGradByGlobalNorm(ClipGradForMOEByGlobalNorm):
     Raises:
         TypeError: ``clip_norm`` is not a number.
         ValueError: it is negative or not finite.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops.expert_parallel import ClipGradByGlobalNorm
+        >>> from paddle_moe_ops.nn import MoELayer
+        >>> model = MoELayer(64, 32, num_experts=8, topk=2)  # with ranks: group=group
+        >>> optimizer = paddle.optimizer.AdamW(parameters=model.parameters(), grad_clip=ClipGradByGlobalNorm(1.0))
     """
 
     def __init__(self, clip_norm: float) -> None:
@@ -426,72 +440,3 @@ def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     wide = widened(gradient)
     product = paddle.multiply(wide, factor)
     return product if wide is gradient else product.astype(gradient.dtype)
-
-
-class GradScaler(paddle.amp.GradScaler):
-    """`paddle.amp.GradScaler` for a model whose experts are on several ranks.
-
-    A gradient of an expert is on one rank, so only that rank finds an infinity in it. With Paddle's class that rank
-    alone skips the step and lowers its scale. Then other parameters differ between ranks, and so do the scales of
-    gradients that `average_gradients` adds up. With this class all ranks skip the step, and have the same scale.
-
-    Every rank must call `unscale_`, `step`, `minimize` and `load_state_dict` alike. One all-reduce of three numbers for
-    each optimizer and step, for which the host waits. On a CPU it has no effect, as Paddle's class has none.
-
-    Args:
-        *arguments: those of `paddle.amp.GradScaler`.
-        group: the ranks that skip a step together; None: all ranks, which is right if they train one model.
-        timeout: seconds that a rank waits for the others.
-        **options: those of `paddle.amp.GradScaler`.
-
-    Raises:
-        TypeError: ``group`` is not a group of `paddle.distributed`; ``timeout``, a scale or a ratio is not a number.
-        ValueError: this rank does not belong to the group; ``timeout`` is out of range; a scale or a ratio is not above
-            0.
-    """
-
-    _found_inf: Tensor  # of Paddle's class: one bool, which decides on the step
-    _scale: Tensor  # [1]
-
-    def __init__(
-        self, *arguments: Any, group: Group | None = None, timeout: float = DEFAULT_TIMEOUT_S, **options: Any
-    ) -> None:
-        given = inspect.signature(paddle.amp.GradScaler.__init__).bind(self, *arguments, **options).arguments
-        for name in ("init_loss_scaling", "incr_ratio", "decr_ratio"):
-            if _checks.number(_SCALER, name, given.get(name, 1.0)) <= 0:
-                _checks.bad_value(_SCALER, name, "above 0", given[name])
-        super().__init__(*arguments, **options)
-        self._group, self._seconds = group_of(_SCALER, group), checked_timeout(_SCALER, timeout)
-
-    def __repr__(self) -> str:
-        state = "enabled" if self.is_enable() else "disabled"
-        return f"GradScaler({state}, rank={self._group.rank} of {self._group.nranks})"
-
-    def unscale_(self, optimizer: paddle.optimizer.Optimizer) -> None:
-        """Divide the gradients of the optimizer's parameters by the scale, once before its step.
-
-        Raises:
-            ValueError: on every rank, if their scales differ, as after `load_state_dict` on some of them.
-            RuntimeError: another rank did not arrive in time; the message names it.
-        """
-        self._unscale(optimizer)
-
-    def _unscale(self, optimizer: paddle.optimizer.Optimizer) -> None:  # called by Paddle's `step` and `minimize`
-        super()._unscale(optimizer)
-        if not self.is_enable() or self._group.nranks == 1:
-            return
-        scale = self._scale.reshape([1])
-        numbers = paddle.concat([self._found_inf.astype("float32"), scale, -scale])
-        Rendezvous(self._group, self._seconds).largest(_SCALER, numbers)
-        found, most, least = numbers.tolist()
-        if most != -least:
-            expected = "the same on all ranks, as after load_state_dict on each of them"
-            _checks.bad_value(_SCALER, "the scale", expected, f"{-least:g} to {most:g}")
-        self._found_inf = paddle.full_like(self._found_inf, found > 0)
-
-    def _update(self) -> None:  # called by Paddle's `update` and `minimize`
-        # When Paddle 3.3.1 lowers the scale it prints float(scale), which NumPy 2.4 refuses for [1] but not for [].
-        if self.is_enable():
-            self._scale = self._scale.reshape([])
-            super()._update()
-            self._scale = self._scale.reshape([1])

@@ -1,0 +1,73 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""The result of a dispatch, and its state for `combine`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from paddle import Tensor
+
+from ..routing import Plan
+from .agreement import LayerCall
+from .alltoall import Chunks, Counts
+from .deep_ep import DeepEP
+from .peer import Peers
+
+__all__ = ["Received", "WayBack", "WayBackToPeers"]
+
+
+@dataclass(frozen=True, eq=False)
+class Received:
+    """The tokens that a rank received for its experts: T are its own tokens, R the received ones, N their rows.
+
+    Attributes:
+        plan: the local plan, which maps the R tokens to rows of this rank's experts.
+        rows: with ``combine="exact"`` [N, d], the rows of the local experts in expert order; otherwise None.
+        tokens: with ``combine="reduced"`` [R, d], the received tokens, in the order of ranks; otherwise None.
+        probs: with ``combine="reduced"`` float32 [R, K], their probabilities; otherwise None.
+        tokens_per_expert: rows of each local expert, E / P ints, for `grouped_gemm`. With ``tokens_per_rank`` an int32
+            tensor; ``rows`` on a GPU then may have more rows than its sum.
+        routed_per_expert: int32 [E], slots of this rank's own tokens by expert, dropped ones included.
+        dropped_slots: 0-D int32, number of them dropped by ``capacity`` or ``tokens_per_rank``.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops.expert_parallel import ExpertParallel
+        >>> parallel = ExpertParallel(2)
+        >>> received = parallel.dispatch(paddle.randn([3, 64]), paddle.to_tensor([[0], [1], [0]]), paddle.ones([3, 1]))
+        >>> received.rows.shape, received.tokens_per_expert
+        ([3, 64], [2, 1])
+    """
+
+    plan: Plan
+    rows: Tensor | None
+    tokens: Tensor | None
+    probs: Tensor | None
+    tokens_per_expert: list[int] | Tensor
+    routed_per_expert: Tensor
+    dropped_slots: Tensor
+    _way_back: WayBack | WayBackToPeers
+
+
+@dataclass(frozen=True, eq=False)
+class WayBack:
+    """The state of a dispatch for `combine`."""
+
+    counts: Counts  # of the rows, or tokens, to send back
+    chunks: Chunks | None
+    plan: Plan  # of the rows, or parts, that return to this rank's tokens
+    weights: Tensor | None  # by row of the plan, a copy: the caller may overwrite the originals
+    call: LayerCall
+
+
+@dataclass(frozen=True, eq=False)
+class WayBackToPeers:
+    """The state of a dispatch for `combine` with transport "peer" or "deepep"."""
+
+    peers: Peers | DeepEP
+    trip: Any
+    num_lines: int  # received tokens or rows, or their maximum
+    plan: Plan | None  # of the rows that return, with combine="exact"
+    weights: Tensor | None  # by row of the plan
