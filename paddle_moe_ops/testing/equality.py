@@ -28,6 +28,13 @@ def assert_bits_equal(actual: Any, expected: Any, *, any_nan: bool = False, what
     Raises:
         AssertionError: they differ. The message says in how many elements, where first, and both values with their
             bits.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops.testing.equality import assert_bits_equal
+        >>> assert_bits_equal(paddle.to_tensor([1.0, 0.0]), paddle.to_tensor([1.0, -0.0]), what="grad_x")
+        Traceback (most recent call last):
+        AssertionError: grad_x: 1 of 2 elements differ, first at [1]: 0.0 (0x00000000) instead of -0.0 (0x80000000)
     """
     got, wanted = _as_array(actual), _as_array(expected)
     if got.dtype != wanted.dtype:
@@ -49,7 +56,17 @@ def assert_bits_equal(actual: Any, expected: Any, *, any_nan: bool = False, what
 def assert_all_bits_equal(
     actual: Iterable[Any], expected: Iterable[Any], names: Iterable[str], *, any_nan: bool = False
 ) -> None:
-    """`assert_bits_equal` for each pair of two sequences; ``names`` has one name per pair."""
+    """`assert_bits_equal` for each pair of two sequences; ``names`` has one name per pair.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops import quantize_1x128, use_backend
+        >>> from paddle_moe_ops.testing.equality import assert_all_bits_equal
+        >>> x = paddle.randn([3, 256])
+        >>> with use_backend("reference"):
+        ...     expected = quantize_1x128(x)
+        >>> assert_all_bits_equal(quantize_1x128(x), expected, ["codes", "scales"])
+    """
     for got, wanted, name in zip(actual, expected, names, strict=True):
         assert_bits_equal(got, wanted, any_nan=any_nan, what=name)
 

@@ -29,7 +29,15 @@ Generator = Callable[[np.random.Generator, int, int, int], NDArray[np.int32]]
 
 
 def uniform(rng: np.random.Generator, num_tokens: int, topk: int, num_experts: int) -> NDArray[np.int32]:
-    """Every choice of experts is equally likely: a well balanced router."""
+    """Every choice of experts is equally likely: a well balanced router.
+
+    Examples:
+        >>> import numpy as np
+        >>> from paddle_moe_ops.testing.routing import uniform
+        >>> ids = uniform(np.random.default_rng(0), num_tokens=5, topk=2, num_experts=8)
+        >>> ids.shape, ids.dtype, bool((ids[:, 0] != ids[:, 1]).all())
+        ((5, 2), dtype('int32'), True)
+    """
     return _draw_distinct(rng, num_tokens, topk, np.ones(num_experts))
 
 
@@ -39,33 +47,73 @@ def zipf(
     """The n-th most popular expert is drawn n**-exponent as often as the first: an unbalanced router.
 
     The popular experts are drawn as well, so hot segments lie anywhere in the buffer.
+
+    Examples:
+        >>> import numpy as np
+        >>> from paddle_moe_ops.testing.routing import zipf
+        >>> ids = zipf(np.random.default_rng(0), num_tokens=1024, topk=2, num_experts=8)
+        >>> load = np.bincount(ids.ravel(), minlength=8)
+        >>> bool(load.max() > 3 * load.min())
+        True
     """
     popularity = np.arange(1, num_experts + 1) ** -exponent
     return _draw_distinct(rng, num_tokens, topk, rng.permutation(popularity))
 
 
 def all_to_one(rng: np.random.Generator, num_tokens: int, topk: int, num_experts: int) -> NDArray[np.int32]:
-    """Every token goes to the same expert, in its first slot: the worst possible hot spot."""
+    """Every token goes to the same expert, in its first slot: the worst possible hot spot.
+
+    Examples:
+        >>> import numpy as np
+        >>> from paddle_moe_ops.testing.routing import all_to_one
+        >>> ids = all_to_one(np.random.default_rng(0), num_tokens=5, topk=2, num_experts=8)
+        >>> len(set(ids[:, 0].tolist())), ids[:, 1].tolist()
+        (1, [-1, -1, -1, -1, -1])
+    """
     ids = _unassigned(num_tokens, topk)
     ids[:, 0] = rng.integers(num_experts)
     return ids
 
 
 def first_experts(rng: np.random.Generator, num_tokens: int, topk: int, num_experts: int) -> NDArray[np.int32]:
-    """Every token goes to experts 0 to K-1 in a random order of slots; all other segments are empty."""
+    """Every token goes to experts 0 to K-1 in a random order of slots; all other segments are empty.
+
+    Examples:
+        >>> import numpy as np
+        >>> from paddle_moe_ops.testing.routing import first_experts
+        >>> ids = first_experts(np.random.default_rng(0), num_tokens=5, topk=2, num_experts=8)
+        >>> np.sort(ids, axis=1).tolist()
+        [[0, 1], [0, 1], [0, 1], [0, 1], [0, 1]]
+    """
     ids = _unassigned(num_tokens, topk)
     ids[:, :num_experts] = np.arange(min(topk, num_experts))
     return rng.permuted(ids, axis=1)
 
 
 def half_unassigned(rng: np.random.Generator, num_tokens: int, topk: int, num_experts: int) -> NDArray[np.int32]:
-    """As `uniform`, with half of the slots unassigned at random; some tokens keep no slot."""
+    """As `uniform`, with half of the slots unassigned at random; some tokens keep no slot.
+
+    Examples:
+        >>> import numpy as np
+        >>> from paddle_moe_ops.testing.routing import half_unassigned
+        >>> ids = half_unassigned(np.random.default_rng(0), num_tokens=5, topk=2, num_experts=8)
+        >>> ids.shape, bool((ids >= -1).all())
+        ((5, 2), True)
+    """
     ids = uniform(rng, num_tokens, topk, num_experts)
     return np.where(rng.random(ids.shape) < 0.5, np.int32(-1), ids)
 
 
 def all_unassigned(rng: np.random.Generator, num_tokens: int, topk: int, num_experts: int) -> NDArray[np.int32]:
-    """No token goes anywhere."""
+    """No token goes anywhere.
+
+    Examples:
+        >>> import numpy as np
+        >>> from paddle_moe_ops.testing.routing import all_unassigned
+        >>> ids = all_unassigned(np.random.default_rng(0), num_tokens=5, topk=2, num_experts=8)
+        >>> ids.tolist()
+        [[-1, -1], [-1, -1], [-1, -1], [-1, -1], [-1, -1]]
+    """
     return _unassigned(num_tokens, topk)
 
 
@@ -76,6 +124,13 @@ def expert_parallel_sparse(
 
     Every token has one such slot at least (otherwise it would not have been sent to this rank), ``mean_valid`` on
     average as long as topk and num_experts leave room, at random places among its slots.
+
+    Examples:
+        >>> import numpy as np
+        >>> from paddle_moe_ops.testing.routing import expert_parallel_sparse
+        >>> ids = expert_parallel_sparse(np.random.default_rng(0), num_tokens=5, topk=2, num_experts=8)
+        >>> bool(((ids >= 0).sum(axis=1) >= 1).all())
+        True
     """
     ids = uniform(rng, num_tokens, topk, num_experts)
     others = max(min(topk, num_experts) - 1, 0)
@@ -99,7 +154,16 @@ GENERATORS: dict[str, Generator] = {
 
 
 def random_probs(rng: np.random.Generator, ids: NDArray) -> NDArray[np.float32]:
-    """float32 [T, K] in (0, 1]: each token's probabilities sum to 1 over its assigned slots, the others are 0."""
+    """float32 [T, K] in (0, 1]: each token's probabilities sum to 1 over its assigned slots, the others are 0.
+
+    Examples:
+        >>> import numpy as np
+        >>> from paddle_moe_ops.testing.routing import random_probs, uniform
+        >>> rng = np.random.default_rng(0)
+        >>> probs = random_probs(rng, uniform(rng, num_tokens=5, topk=2, num_experts=8))
+        >>> np.allclose(probs.sum(axis=1), 1)
+        True
+    """
     weights = np.where(ids >= 0, 1.0 - rng.random(ids.shape), 0.0)
     totals = weights.sum(axis=1, keepdims=True)
     return (weights / np.where(totals == 0, 1.0, totals)).astype(np.float32)

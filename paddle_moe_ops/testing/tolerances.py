@@ -33,7 +33,13 @@ _DOT_TREE_LEVELS = 4
 
 
 class Tolerance(NamedTuple):
-    """Largest allowed error: ``of_result * |result| + of_magnitude * sum of |terms| + absolute``."""
+    """Largest allowed error: ``of_result * |result| + of_magnitude * sum of |terms| + absolute``.
+
+    Examples:
+        >>> from paddle_moe_ops.testing.tolerances import dtype_tols
+        >>> dtype_tols("float32", chain=7).of_magnitude == 8 * 2**-24
+        True
+    """
 
     of_result: float
     of_magnitude: float
@@ -58,6 +64,12 @@ def dtype_tols(dtype: DTypeLike, chain: int) -> Tolerance:
 
     Returns:
         the tolerance.
+
+    Examples:
+        >>> from paddle_moe_ops.testing.tolerances import dot_chain, dtype_tols
+        >>> tolerance = dtype_tols("float32", chain=dot_chain(64))  # of the gradients of probabilities
+        >>> tolerance.of_result == 2 * 2**-24
+        True
     """
     name = np.dtype(dtype).name
     # One more rounding covers the terms of second order, which stay below it for any chain shorter than 4096.
@@ -78,6 +90,11 @@ def score_tols(dtype: DTypeLike, num_experts: int) -> Tolerance:
 
     Returns:
         the tolerance.
+
+    Examples:
+        >>> from paddle_moe_ops.testing.tolerances import score_tols
+        >>> score_tols("float32", num_experts=8).of_result
+        0
     """
     name = np.dtype(dtype).name
     chain = (2 * num_experts + 32) * _UNIT_ROUNDOFF["float32"]
@@ -85,7 +102,13 @@ def score_tols(dtype: DTypeLike, num_experts: int) -> Tolerance:
 
 
 def dot_chain(hidden: int) -> int:
-    """The longest chain of roundings in a dot product of ``hidden`` terms: 16 parallel lanes, then a tree."""
+    """The longest chain of roundings in a dot product of ``hidden`` terms: 16 parallel lanes, then a tree.
+
+    Examples:
+        >>> from paddle_moe_ops.testing.tolerances import dot_chain
+        >>> dot_chain(64)
+        8
+    """
     return -(-hidden // _DOT_LANES) + _DOT_TREE_LEVELS
 
 
@@ -101,6 +124,13 @@ def assert_close_sums(actual: Any, expected: Any, magnitude: Any, tolerance: Tol
 
     Raises:
         AssertionError: they differ by more. The message says where the excess is largest.
+
+    Examples:
+        >>> import numpy as np
+        >>> from paddle_moe_ops.testing.tolerances import assert_close_sums, dtype_tols
+        >>> terms = np.random.default_rng(0).standard_normal([5, 8]).astype("float32")
+        >>> total, magnitude = terms.sum(axis=1), np.abs(terms).sum(axis=1)
+        >>> assert_close_sums(terms[:, ::-1].sum(axis=1), total, magnitude, dtype_tols("float32", chain=8), what="sum")
     """
     got, wanted = _as_array(actual), _as_array(expected)
     if (got.dtype, got.shape) != (wanted.dtype, wanted.shape):
@@ -127,7 +157,16 @@ def _as_array(value: Any) -> NDArray:
 
 
 def assert_close_float8(got: NDArray, expected: NDArray, what: str = "") -> None:
-    """Assert that results or gradients of a float8 layer are within `FLOAT8_ERROR` of others, as a whole."""
+    """Assert that results or gradients of a float8 layer are within `FLOAT8_ERROR` of others, as a whole.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops import dequantize_1x128, quantize_1x128
+        >>> from paddle_moe_ops.testing.tolerances import assert_close_float8
+        >>> x = paddle.randn([5, 256])
+        >>> values = dequantize_1x128(*quantize_1x128(x), dtype="float32")
+        >>> assert_close_float8(values.numpy(), x.numpy(), "values")
+    """
     np.testing.assert_array_equal(got.shape, expected.shape, what)
     got, expected = got.astype(np.float64), expected.astype(np.float64)
     error, norm = np.linalg.norm(got - expected), np.linalg.norm(expected)

@@ -30,6 +30,12 @@ class Supported:
     Attributes:
         methods: the methods that it replaces.
         versions: versions of PaddleFormers that it is tested with.
+
+    Examples:
+        >>> import paddle_moe_ops.integrations.paddleformers as pf
+        >>> for method in pf.supported()["ernie4_5_moe"].methods:
+        ...     print(method)
+        paddleformers.transformers.ernie4_5_moe.modeling...
     """
 
     methods: tuple[str, ...]
@@ -41,6 +47,11 @@ def supported() -> dict[str, Supported]:
 
     Returns:
         the replaced methods by the name for `apply`, which is PaddleFormers' ``model_type``.
+
+    Examples:
+        >>> import paddle_moe_ops.integrations.paddleformers as pf
+        >>> "ernie4_5_moe" in pf.supported()
+        True
     """
     return {name: Supported(tuple(target.path for target in model.targets), VERSIONS) for name, model in MODELS.items()}
 
