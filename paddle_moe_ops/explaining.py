@@ -31,9 +31,7 @@ def explain(operator: str | None = None, *arguments: Any, **options: Any) -> str
 
     For `moe_mlp` the choice depends on the arguments. With them, say which backend runs the layer and why, and list the
     tensors kept for the backward pass. On Triton, also list the kernels of both passes and their use of
-    ``workspace_mb``. The call is a dry run that launches none of them::
-
-        print(explain("moe_mlp", x, plan, probs, gate_up, down, keep="x"))
+    ``workspace_mb``. The call is a dry run that launches none of them.
 
     Arguments are converted to the GEMMs' operands, as in the call. In a graph that may add an unused reshape or cast;
     under mixed precision on a GPU it copies the matrices for the time of the call. Under
@@ -51,6 +49,17 @@ def explain(operator: str | None = None, *arguments: Any, **options: Any) -> str
     Raises:
         TypeError: arguments that `moe_mlp` does not take.
         ValueError: there is no such operator, or arguments for another one than "moe_mlp"; what `moe_mlp` raises.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops import explain, route
+        >>> x, gate_up, down = paddle.randn([16, 64]), paddle.randn([8, 64, 96]), paddle.randn([8, 48, 64])
+        >>> plan = route(paddle.randint(0, 8, [16, 1]), num_experts=8)
+        >>> print(explain("moe_mlp", x, plan, None, gate_up, down, keep="x"))
+        moe_mlp: ...
+        why: ...
+        kept: nothing, since no gradient is wanted
+        ...
     """
     return untraced(_explained, operator, arguments, options)
 

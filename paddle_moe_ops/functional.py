@@ -63,6 +63,18 @@ def permute(
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong value or shape.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops import permute, route
+        >>> x, ids = paddle.randn([3, 256]), paddle.to_tensor([[0, 2], [2, 1], [0, 1]])
+        >>> plan = route(ids, num_experts=4)
+        >>> rows, _ = permute(x, plan)
+        >>> rows.shape
+        [6, 256]
+        >>> codes, scales = permute(x, plan, quantize="fp8_1x128")
+        >>> scales.shape
+        [6, 2]
     """
     name = "permute"
     plan = as_plan(name, plan)
@@ -112,6 +124,16 @@ def unpermute(y: Tensor, plan: Plan, probs: Tensor | None = None) -> Tensor:
     Raises:
         TypeError: an argument of the wrong type or dtype; float8 rows.
         ValueError: an argument of the wrong shape.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops import permute, route, unpermute
+        >>> x, probs = paddle.randn([3, 64]), paddle.full([3, 2], 0.5)
+        >>> plan = route(paddle.to_tensor([[0, 2], [2, 1], [0, 1]]), probs, num_experts=4)
+        >>> rows, _ = permute(x, plan)
+        >>> y = 2 * rows  # in place of the experts
+        >>> paddle.allclose(unpermute(y, plan, plan.row_probs), 2 * x).item()
+        True
     """
     name = "unpermute"
     plan = as_plan(name, plan)
@@ -150,6 +172,16 @@ def sort_chunks(
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong shape; bad data, as ``validate`` says.
+
+    Examples:
+        Received rows of 2 ranks, each with chunks for 2 experts, are put in the order of experts:
+
+        >>> import paddle
+        >>> from paddle_moe_ops import sort_chunks
+        >>> x, sizes = paddle.arange(6.0).reshape([6, 1]), paddle.to_tensor([1, 2, 2, 1])
+        >>> rows, _, source_to_dest = sort_chunks(x, sizes, order=paddle.to_tensor([0, 2, 1, 3]))
+        >>> rows.flatten().tolist()
+        [0.0, 3.0, 4.0, 1.0, 2.0, 5.0]
     """
     name = "sort_chunks"
     _checks.rows(name, "x", x, _checks.ROW_DTYPES, "num_rows")
@@ -219,6 +251,17 @@ def moe_permute(
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong value or shape; wrong ``tokens_per_expert``; bad data (see ``validate``).
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops import moe_permute
+        >>> x, probs = paddle.randn([3, 64]), paddle.full([3, 2], 0.5)
+        >>> ids = paddle.to_tensor([[0, 2], [2, 1], [0, 1]], "int32")
+        >>> rows, rowmap, row_probs, _ = moe_permute(x, None, ids, probs, 4, None, padding_alignment=4)
+        >>> rows.shape
+        [12, 64]
+        >>> rowmap.tolist()
+        [[0, -1, 8, -1], [-1, 4, 9, -1], [1, 5, -1, -1]]
     """
     function = "moe_permute"
     _checks.rows(function, "hidden_states", hidden_states, _checks.ROW_DTYPES, "num_tokens")
@@ -314,6 +357,17 @@ def moe_unpermute(
     Raises:
         TypeError: an argument of the wrong type or dtype; float8 rows.
         ValueError: an argument of the wrong value or shape; bad data, as ``validate`` says.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops import moe_permute, moe_unpermute
+        >>> x, probs = paddle.randn([3, 64]), paddle.full([3, 2], 0.5)
+        >>> ids = paddle.to_tensor([[0, 2], [2, 1], [0, 1]], "int32")
+        >>> rows, rowmap, row_probs, _ = moe_permute(x, None, ids, probs, 4, None, padding_alignment=4)
+        >>> y = 2 * rows  # in place of the experts
+        >>> out, _ = moe_unpermute(y, rowmap, ids, row_probs, 3, 4, using_weighted_combine=True)
+        >>> paddle.allclose(out, 2 * x).item()
+        True
     """
     function = "moe_unpermute"
     _checks.rows(function, "hidden_states_unzipped", hidden_states_unzipped, _checks.SUM_DTYPES, "num_rows")

@@ -43,16 +43,9 @@ def grouped_gemm(
     """Multiply each group of rows with the matrix of its expert: ``Y_g = X_g W_g^T + b_g``, or ``X_g W_g + b_g``.
 
     Rows that belong to no group (padding, and rows after the last group) are not read, and their result is 0, even with
-    a bias. With a plan, the first GEMM of an expert can include the permutation, and the second the weights::
-
-        rows = swiglu(grouped_gemm(x, gate_up, plan=plan, permute_x=True))
-        out = unpermute(grouped_gemm(rows, down, plan=plan, topk_weights=weights), plan)
-
-    The second line returns the weighted sum of `unpermute`, except that rows are rounded after they are weighted.
-    Rows can also be returned in slot order, to be summed in another way::
-
-        slots = grouped_gemm(rows, down, plan=plan, topk_weights=weights, permute_y=True)
-        out = slots.reshape([num_tokens, topk, hidden]).sum(axis=1)
+    a bias. With a plan, the first GEMM of an expert can include the permutation, and the second the weights; the sum of
+    its rows is the weighted sum of `unpermute`, except that rows are rounded after they are weighted. With
+    ``permute_y`` rows are returned in slot order, to be summed in another way.
 
     Differentiable in ``X``, ``W``, ``topk_weights`` and ``bias``: rows of no group and experts without rows get a
     gradient of 0. Sums accumulate in float32. Deterministic; the order of additions depends on the backend (`explain`
@@ -106,6 +99,19 @@ def grouped_gemm(
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong value or shape; groups that overlap or end after row M.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops import route, unpermute
+        >>> from paddle_moe_ops.gemm import grouped_gemm
+        >>> x, gate_up, down = paddle.randn([16, 64]), paddle.randn([8, 96, 64]), paddle.randn([8, 64, 48])
+        >>> plan = route(paddle.topk(paddle.rand([16, 8]), k=2)[1], paddle.rand([16, 2]), num_experts=8)
+        >>> rows = paddle.nn.functional.swiglu(grouped_gemm(x, gate_up, plan=plan, permute_x=True))
+        >>> y = grouped_gemm(rows, down, plan=plan, topk_weights=plan.row_probs, weights_by="row")
+        >>> unpermute(y, plan).shape
+        [16, 64]
+        >>> grouped_gemm(rows, down, m_sizes=plan.tokens_per_expert.tolist()).shape
+        [32, 64]
     """
     name = "grouped_gemm"
     _checks.flag(name, "transpose", transpose)

@@ -167,6 +167,14 @@ def moe_mlp(
             activation; ``keep="h_fp8"`` or ``float8_matrices`` without ``compute``, or the latter in a static graph or
             made of other matrices; ``compute`` where the compiled library has no operators; ``accumulate``,
             ``keep="h_fp8"`` or ``float8_matrices`` with quantised matrices.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops import moe_mlp, route
+        >>> x, gate_up, down = paddle.randn([16, 64]), paddle.randn([8, 64, 96]), paddle.randn([8, 48, 64])
+        >>> probs, ids = paddle.topk(paddle.nn.functional.softmax(paddle.randn([16, 8])), k=2)
+        >>> moe_mlp(x, route(ids, num_experts=8), probs, gate_up, down).shape
+        [16, 64]
     """
     options = activation, transpose, weights_by, keep, workspace_mb, accumulate
     call = prepared(x, plan, probs, gate_up, down, *options, gate_up_bias, down_bias, compute, float8_matrices)

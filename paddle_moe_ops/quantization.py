@@ -60,6 +60,14 @@ def quantize_1x128(
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong value or shape.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops import dequantize_1x128, quantize_1x128
+        >>> x = paddle.randn([5, 256]).astype("bfloat16")
+        >>> codes, scales = quantize_1x128(x)
+        >>> codes.shape, scales.shape
+        ([5, 256], [5, 2])
     """
     name = "quantize_1x128"
     _checks.rows(name, "x", x, _checks.SUM_DTYPES, "num_tokens")
@@ -91,6 +99,15 @@ def dequantize_1x128(
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong value or shape.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops import dequantize_1x128, quantize_1x128
+        >>> x = paddle.randn([5, 256])
+        >>> codes, scales = quantize_1x128(x, ue8m0=True)
+        >>> values = dequantize_1x128(codes, scales, dtype="float32")
+        >>> paddle.allclose(values, x, rtol=1 / 16, atol=1 / 64).item()
+        True
     """
     name = "dequantize_1x128"
     _checks.rows(name, "codes", codes, (paddle.float8_e4m3fn,), "num_rows")
@@ -122,9 +139,6 @@ def quantize_experts(
     Not differentiable. Deterministic: the same bits on every device. Integer codes are computed expert by expert, with
     float32 values of one matrix at a time. No host synchronisation.
 
-        matrices = quantize_experts(gate_up, down, format="int8")
-        out = moe_mlp(x, plan, probs, *matrices)
-
     Args:
         gate_up: [E, d, 2 * n] bfloat16, float16 or float32, or a list of E matrices, as in `moe_mlp`.
         down: [E, n, d], dtype of ``gate_up``, or a list of E matrices.
@@ -138,6 +152,15 @@ def quantize_experts(
         TypeError: an argument of the wrong type or dtype; a value of a static graph.
         ValueError: an argument of the wrong value or shape.
         RuntimeError: "fp8_128x128" where the compiled library has no operators.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops import moe_mlp, quantize_experts, route
+        >>> gate_up, down = paddle.randn([8, 64, 96]), paddle.randn([8, 48, 64])
+        >>> matrices = quantize_experts(gate_up, down, format="int8")
+        >>> plan = route(paddle.randint(0, 8, [16, 1]), num_experts=8)
+        >>> moe_mlp(paddle.randn([16, 64]), plan, None, *matrices).shape
+        [16, 64]
     """
     name = "quantize_experts"
     _checks.choice(name, "format", format, FORMATS)
@@ -177,15 +200,6 @@ def quantized_experts(
     Differentiable in ``x`` and ``tensors``. Works in dygraph and under paddle.jit.to_static with full_graph=False; a
     static graph cannot hold the two functions. Deterministic and without host synchronisation if the two functions are.
 
-        def expert_fn(codes, scales, weight):
-            return float8_grouped_gemm(codes, scales, weight, plan.expert_offsets)
-
-        def expert_vjp(d_out, codes, scales, weight):
-            rows = dequantize_1x128(codes, scales)
-            return d_rows_of(d_out, weight), d_weight_of(d_out, rows)
-
-        out = unpermute(quantized_experts(x, plan, expert_fn, expert_vjp, weight), plan, probs)
-
     Args:
         x: [T, H] bfloat16, float16 or float32; any H >= 1, rows may be strided.
         plan: the rows of each token.
@@ -206,6 +220,22 @@ def quantized_experts(
     Raises:
         TypeError: an argument, or a result of expert_fn or expert_vjp, of the wrong type or dtype.
         ValueError: an argument of the wrong value or shape; gradients of the wrong number or shape.
+
+    Examples:
+        One expert of one matrix, whose GEMMs would read codes and scales:
+
+        >>> import paddle
+        >>> from paddle_moe_ops import dequantize_1x128, quantized_experts, route, unpermute
+        >>> x, weight = paddle.randn([3, 256]), paddle.randn([256, 64])
+        >>> x.stop_gradient = weight.stop_gradient = False
+        >>> def expert_fn(codes, scales, weight):
+        ...     return dequantize_1x128(codes, scales, dtype="float32") @ weight
+        >>> def expert_vjp(d_out, codes, scales, weight):
+        ...     return d_out @ weight.T, dequantize_1x128(codes, scales, dtype="float32").T @ d_out
+        >>> plan = route(paddle.to_tensor([[0], [-1], [0]]), num_experts=1)
+        >>> unpermute(quantized_experts(x, plan, expert_fn, expert_vjp, weight), plan).sum().backward()
+        >>> x.grad.shape, weight.grad.shape
+        ([3, 256], [256, 64])
     """
     name = "quantized_experts"
     _checks.of_dygraph(name, "x", x)

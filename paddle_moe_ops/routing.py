@@ -64,9 +64,15 @@ class Plan(_PlanFields):
         padding_alignment: segments begin at multiples of this many rows.
         num_rows: N; -1 in a static graph that does not know it.
 
-    Example:
-        Five tokens, E = 3, K = 2, segments padded to multiples of 2 rows: ``route(ids, probs, num_experts=3,
-        padding_alignment=2)``. Token 1 has a slot without an expert; row 5 is padding::
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops import route
+        >>> ids = paddle.to_tensor([[0, 2], [2, -1], [1, 0], [0, 2], [2, 0]])
+        >>> probs = paddle.to_tensor([[0.6, 0.4], [1.0, 0.0], [0.7, 0.3], [0.5, 0.5], [0.8, 0.2]])
+        >>> route(ids, probs, num_experts=3, padding_alignment=2)
+        Plan(num_tokens=5, topk=2, num_experts=3, padding_alignment=2, num_rows=10)
+
+        Token 1 has a slot without an expert; row 5 is padding::
 
                        ids      probs    slot_to_row  token_rows
             token 0    0  2    0.6  0.4     0   6       0   6
@@ -201,6 +207,14 @@ def route(
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong value or shape; wrong ``tokens_per_expert``; bad data (see ``validate``).
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops import route
+        >>> ids = paddle.to_tensor([[0, 2], [2, -1], [0, 1]])
+        >>> plan = route(ids, paddle.rand([3, 2]), num_experts=4, padding_alignment=2)
+        >>> plan.tokens_per_expert.tolist(), plan.expert_offsets.tolist()
+        ([2, 1, 2, 0], [0, 2, 4, 6, 6])
     """
     name = "route"
     _checks.tensor(name, "routing", routing, (*_checks.ID_DTYPES, paddle.bool), ["num_tokens", "topk or num_experts"])
@@ -389,6 +403,14 @@ def calculate_topk(
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong value or shape.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops.routing import calculate_topk
+        >>> logits = paddle.to_tensor([[0.0, 2.0, 1.0, 2.0], [3.0, 0.0, 0.0, 1.0]])
+        >>> probs, ids = calculate_topk(logits, 2, use_sigmoid=False, renormalize=True)
+        >>> ids.tolist(), probs[0].tolist()
+        ([[1, 3], [0, 3]], [0.5, 0.5])
     """
     name = "calculate_topk"
     _checks.instance(name, "gating", gating, Tensor, "a paddle.Tensor")

@@ -146,6 +146,15 @@ def use_backend(name: str) -> Iterator[None]:
     Raises:
         ValueError: no backend has this name.
         RuntimeError: the called operator raises it if the backend cannot run on this machine.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops import permute, route, use_backend
+        >>> x, plan = paddle.randn([3, 64]), route(paddle.to_tensor([[0, 1], [1, 2], [0, 2]]), num_experts=3)
+        >>> with use_backend("reference"):
+        ...     expected, _ = permute(x, plan)
+        >>> paddle.equal_all(permute(x, plan)[0], expected).item()
+        True
     """
     _check_name(name, "use_backend: name")
     token = _chosen.set(name)

@@ -46,16 +46,7 @@ class Float8Matrices:
     occupy 2 bytes per element, or 1 if no gradient is required or Paddle's matmul multiplies. If a later call requires
     a gradient, it transposes the codes of the forward pass. Later calls and their backward passes read the
     cache, even if the matrices have changed. So call `clear` after each step of the optimizer, and after any other
-    change of the matrices::
-
-        kept = Float8Matrices()
-        for step in range(steps):
-            for x, target in micro_batches:
-                out = moe_mlp(x, plan_of(x), probs_of(x), gate_up, down, compute="fp8_1x128", float8_matrices=kept)
-                loss(out, target).backward()
-            optimizer.step()
-            optimizer.clear_grad()
-            kept.clear()
+    change of the matrices.
 
     Each layer needs its own cache, and matrices that stay in the same memory: parameters, not tensors that are cast or
     stacked for each call. Calls with other matrices raise until `clear`. A backward pass reads the matrices of its
@@ -64,6 +55,19 @@ class Float8Matrices:
 
     Attributes:
         is_empty: whether the next call quantises its matrices.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops import Float8Matrices, moe_mlp, route
+        >>> gate_up, down = (paddle.create_parameter(s, "float32") for s in ([8, 128, 256], [8, 128, 128]))
+        >>> optimizer, kept = paddle.optimizer.SGD(parameters=[gate_up, down]), Float8Matrices()
+        >>> options = {"compute": "fp8_1x128", "float8_matrices": kept}
+        >>> for _ in range(2):  # micro-batches of one step
+        ...     plan = route(paddle.randint(0, 8, [16, 1]), num_experts=8)
+        ...     moe_mlp(paddle.randn([16, 128]), plan, None, gate_up, down, **options).mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.clear_grad()
+        >>> kept.clear()
     """
 
     def __init__(self) -> None:

@@ -39,7 +39,7 @@ class QuantizedMatrices(NamedTuple):
         transpose: whether the matrices are stored transposed, as the weight of a torch Linear is. Float8 kernels read
             such codes as they are in the forward pass, and transpose others in each call.
 
-    Example:
+    Examples:
         DeepSeek-V3's checkpoint has ``weight`` [N, D] and ``weight_scale_inv`` [N / 128, D / 128] for each expert:
 
         >>> import paddle

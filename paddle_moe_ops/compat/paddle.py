@@ -187,6 +187,16 @@ def patch_paddle(families: _Families = ("permute",)) -> None:
         TypeError: families is not a list of names.
         ValueError: there is no such family.
         RuntimeError: this Paddle lacks a function of them; then nothing is patched.
+
+    Examples:
+        >>> import paddle
+        >>> import paddle.nn.functional as F
+        >>> from paddle_moe_ops import patch_paddle, unpatch_paddle
+        >>> patch_paddle()
+        >>> x, ids = paddle.randn([3, 64]), paddle.to_tensor([[0, 2], [2, 1], [0, 1]], "int32")
+        >>> F.moe_permute(x, None, ids, paddle.rand([3, 2]), 4, [2, 2, 2, 0], padding_alignment=1)[0].shape
+        [6, 64]
+        >>> unpatch_paddle()
     """
     chosen = _checked("patch_paddle", families)
     functions = {name: _paddle_function(name) for name in _STAND_INS if "permute" in chosen}  # all or none
@@ -216,6 +226,12 @@ def unpatch_paddle(families: _Families = _FAMILIES) -> None:
     Raises:
         TypeError: families is not a list of names.
         ValueError: there is no such family.
+
+    Examples:
+        >>> from paddle_moe_ops import patch_paddle, unpatch_paddle
+        >>> patch_paddle(("permute", "gemm"))
+        >>> unpatch_paddle("gemm")
+        >>> unpatch_paddle()  # the others
     """
     chosen = _checked("unpatch_paddle", families)
     while "permute" in chosen and _originals:
@@ -235,6 +251,15 @@ def patched_paddle(families: _Families = ("permute",)) -> Iterator[None]:
 
     Args:
         families: names of families, as in `patch_paddle`.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle.incubate.nn.functional import batched_gemm
+        >>> from paddle_moe_ops import patched_paddle
+        >>> rows, matrices = paddle.randn([6, 64]), paddle.randn([3, 64, 32])
+        >>> with patched_paddle(["gemm"]):
+        ...     batched_gemm(rows, matrices, [1, 3, 2]).shape
+        [6, 32]
     """
     before = _patched()
     patch_paddle(families)

@@ -12,7 +12,7 @@ import pytest
 
 from paddle_moe_ops import Plan, route
 
-TEXT = (Plan.__doc__ or "").partition("Example:")[2]
+TEXT = (Plan.__doc__ or "").partition("Examples:")[2]
 BY_SLOT = ("slot_to_row", "token_rows")
 BY_ROW = ("row_to_token", "row_to_slot", "row_to_expert", "row_probs")
 BY_EXPERT = ("tokens_per_expert", "expert_offsets")
