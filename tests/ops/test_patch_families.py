@@ -121,6 +121,8 @@ def test_a_block_leaves_the_families_as_they_were():
         assert patched_families() == ["gemm"]
         with patched_paddle():
             assert patched_families() == ["permute", "gemm"]
+        with patched_paddle("incubate"):
+            assert patched_families() == ["incubate", "gemm"]
         assert patched_families() == ["gemm"]
     assert patched_families() == []
 
