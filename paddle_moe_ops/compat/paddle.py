@@ -8,13 +8,15 @@ refer to them. So callers that imported the functions earlier, under whatever na
 Other families: the operators in ``paddle._C_ops`` and ``paddle._legacy_C_ops`` are replaced. The functions of
 ``paddle.incubate.nn.functional`` and ``paddle.distributed.models.moe`` look them up there at every call. So these
 functions stay as they are, with their signatures; callers that imported them earlier are routed here too, and so are
-calls of ``paddle._C_ops.<name>``.
+calls of ``paddle._C_ops.<name>``. Of "fp8", two functions fail before they call their operators; their code is replaced
+too.
 
 `unpatch_paddle` gives Paddle its own code and operators back.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FunctionType
@@ -28,6 +30,7 @@ from .._graphs import FLOAT8, context_manager
 from ..backends import register_note
 from . import (
     _async_load,
+    fp8,
     gshard,
     incubate_auto,
     incubate_backward,
@@ -36,10 +39,11 @@ from . import (
     incubate_quant,
     incubate_routing,
 )
+from .fp8.operators import OPERATORS as _FLOAT8_OPERATORS
 
 __all__ = ["patch_paddle", "patched_paddle", "unpatch_paddle"]
 
-_originals: dict[FunctionType, CodeType] = {}  # Paddle's own code while it is replaced
+_originals: dict[str, dict[FunctionType, CodeType]] = {}  # Paddle's own code while it is replaced, by family
 _operators: dict[str, dict[str, Any]] = {}  # Paddle's own operators while they are replaced, by family
 _place_of_name: dict[str, int] = {}  # where `name`, Paddle's last argument, is in the functions that were replaced
 
@@ -103,10 +107,27 @@ def _call_moe_unpermute(*arguments: Any, **keywords: Any) -> Any:
     return ours.moe_unpermute(*arguments, **keywords)
 
 
-_STAND_INS: dict[str, CodeType] = {
-    "moe_permute": _call_moe_permute.__code__,
-    "moe_unpermute": _call_moe_unpermute.__code__,
+def _call_fused_transpose_split_quant(*arguments: Any, **keywords: Any) -> Any:
+    from paddle_moe_ops.compat import fp8
+
+    return fp8.fused_transpose_split_quant(*arguments, **keywords)
+
+
+def _call_fp8_gemm_blockwise(*arguments: Any, **keywords: Any) -> Any:
+    from paddle_moe_ops.compat import fp8
+
+    return fp8.fp8_gemm_blockwise(*arguments, **keywords)
+
+
+_STAND_INS: dict[str, dict[str, CodeType]] = {
+    "permute": {"moe_permute": _call_moe_permute.__code__, "moe_unpermute": _call_moe_unpermute.__code__},
+    # The first has the order of arguments of newer Paddle only, the second asks for the properties of a GPU.
+    "fp8": {
+        "fused_transpose_split_quant": _call_fused_transpose_split_quant.__code__,
+        "fp8_gemm_blockwise": _call_fp8_gemm_blockwise.__code__,
+    },
 }
+_MODULES = {"permute": "paddle.nn.functional", "fp8": "paddle.incubate.nn.functional"}
 _OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {
     "incubate": {
         name: getattr(module, name)
@@ -114,20 +135,25 @@ _OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {
         for name in module.__all__
     },
     "gemm": {"batched_gemm": incubate_gemm.batched_gemm},
+    "fp8": _FLOAT8_OPERATORS,
     "gshard": {name: getattr(gshard, name) for name in gshard.__all__},
 }
 _LEGACY = {"random_routing"}  # operators that Paddle's functions look up in paddle._legacy_C_ops
-NAMES_OF_FAMILIES = {"permute": tuple(_STAND_INS), **{family: tuple(names) for family, names in _OPERATORS.items()}}
+NAMES_OF_FAMILIES = {
+    "permute": tuple(_STAND_INS["permute"]),
+    **{family: tuple(names) for family, names in _OPERATORS.items()},
+    "fp8": tuple(fp8.__all__),
+}
 _FAMILIES = tuple(NAMES_OF_FAMILIES)
 _LOADER = "AsyncLoad"  # a class of paddle.base.core in builds for GPUs
 _Families = Sequence[str] | str
 
 
-def _paddle_function(name: str) -> FunctionType:
-    function = getattr(paddle.nn.functional, name, None)
+def _paddle_function(module: str, name: str) -> FunctionType:
+    function = getattr(importlib.import_module(module), name, None)
     if not isinstance(function, FunctionType) or function.__code__.co_freevars:
         raise RuntimeError(
-            f"patch_paddle: paddle.nn.functional.{name} must be a plain function, as in Paddle 3.3, but is {function!r}"
+            f"patch_paddle: {module}.{name} must be a plain function, as in Paddle 3.3, but is {function!r}"
         )
     return function
 
@@ -157,7 +183,7 @@ def _checked(function: str, families: Any) -> tuple[str, ...]:
 
 def _patched() -> tuple[str, ...]:
     """The families that are patched now."""
-    return (*(["permute"] if _originals else []), *_operators)
+    return tuple(family for family in _FAMILIES if family in _originals or family in _operators)
 
 
 def patch_paddle(families: _Families = ("permute",)) -> None:
@@ -173,7 +199,8 @@ def patch_paddle(families: _Families = ("permute",)) -> None:
     moe_gate_dispatch_and_quant, moe_gate_dispatch_permute, moe_gate_dispatch_partial_nosoftmaxtopk, moe_combine,
     moe_combine_no_weight, cal_aux_loss, int_bincount, expand_modality_expert_id, build_src_rank_and_local_expert_id,
     the operators ``paddle._C_ops.<name>_grad`` of their gradients, and ``moe_gate_dispatch_auto`` and
-    ``moe_combine_auto`` on dense tensors. "gemm": ``batched_gemm``. "gshard": number_count, assign_pos,
+    ``moe_combine_auto`` on dense tensors. "gemm": ``batched_gemm``. "fp8": the functions of
+    `paddle_moe_ops.compat.fp8`, and their operators. "gshard": number_count, assign_pos,
     limit_by_capacity, prune_gate_by_capacity and random_routing, the operators of the gates of
     ``paddle.incubate.distributed.models.moe.MoELayer``. All are new on a CPU. In a CPU-only build of Paddle, "incubate"
     also adds ``paddle.base.core.AsyncLoad``, which that build lacks and ERNIE's models use: its copies are synchronous.
@@ -199,17 +226,24 @@ def patch_paddle(families: _Families = ("permute",)) -> None:
         >>> unpatch_paddle()
     """
     chosen = _checked("patch_paddle", families)
-    functions = {name: _paddle_function(name) for name in _STAND_INS if "permute" in chosen}  # all or none
-    added = [family for family in chosen if family in _OPERATORS and family not in _operators]
-    operators = {family: {name: _paddle_operator(name) for name in _OPERATORS[family]} for family in added}
-    for name, function in functions.items():
-        if function not in _originals:
+    before = _patched()
+    added = [family for family in chosen if family not in before]
+    functions = {  # all of the families, or none
+        family: {name: _paddle_function(_MODULES[family], name) for name in _STAND_INS[family]}
+        for family in added
+        if family in _STAND_INS
+    }
+    operators = {
+        family: {name: _paddle_operator(name) for name in _OPERATORS[family]} for family in added if family in _OPERATORS
+    }
+    for family, by_name in functions.items():
+        _originals[family] = {function: function.__code__ for function in by_name.values()}
+        for name, function in by_name.items():
             signature = inspect.signature(function)
-            _originals[function] = function.__code__
-            function.__code__ = _STAND_INS[name]
+            function.__code__ = _STAND_INS[family][name]
             _place_of_name[name] = [*signature.parameters, "name"].index("name")
             function.__signature__ = signature  # type: ignore[attr-defined]  # that of the new code says nothing
-    for family in added:
+    for family in operators:
         _operators[family] = operators[family]
         for name, stand_in in _OPERATORS[family].items():
             setattr(getattr(paddle, _module_of(name)), name, stand_in)
@@ -234,11 +268,10 @@ def unpatch_paddle(families: _Families = _FAMILIES) -> None:
         >>> unpatch_paddle()  # the others
     """
     chosen = _checked("unpatch_paddle", families)
-    while "permute" in chosen and _originals:
-        function, code = _originals.popitem()
-        function.__code__ = code
-        del function.__signature__  # type: ignore[attr-defined]
     for family in chosen:
+        for function, code in _originals.pop(family, {}).items():
+            function.__code__ = code
+            del function.__signature__  # type: ignore[attr-defined]
         for name, operator in _operators.pop(family, {}).items():
             setattr(getattr(paddle, _module_of(name)), name, operator)
     if "incubate" in chosen and getattr(core, _LOADER, None) is _async_load.AsyncLoad:
@@ -262,15 +295,16 @@ def patched_paddle(families: _Families = ("permute",)) -> Iterator[None]:
         [6, 32]
     """
     before = _patched()
-    patch_paddle(families)
+    chosen = _checked("patch_paddle", families)
+    patch_paddle(chosen)
     try:
         yield
     finally:
-        unpatch_paddle([family for family in _checked("unpatch_paddle", families) if family not in before])
+        unpatch_paddle([family for family in chosen if family not in before])
 
 
 @register_note
 def _state() -> str:
-    who = "this package (patch_paddle)" if _originals else "Paddle itself"
+    who = "this package (patch_paddle)" if "permute" in _originals else "Paddle itself"
     others = [f"; the family {family!r}: this package (patch_paddle)" for family in _operators]
     return f"paddle.nn.functional.moe_permute and moe_unpermute: {who}{''.join(others)}"
