@@ -234,7 +234,9 @@ def patch_paddle(families: _Families = ("permute",)) -> None:
         if family in _STAND_INS
     }
     operators = {
-        family: {name: _paddle_operator(name) for name in _OPERATORS[family]} for family in added if family in _OPERATORS
+        family: {name: _paddle_operator(name) for name in _OPERATORS[family]}
+        for family in added
+        if family in _OPERATORS
     }
     for family, by_name in functions.items():
         _originals[family] = {function: function.__code__ for function in by_name.values()}

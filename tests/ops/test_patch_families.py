@@ -17,6 +17,7 @@ from paddle.distributed.models.moe.utils import _random_routing as random_routin
 from paddle.incubate.nn.functional import int_bincount as imported_before
 
 from paddle_moe_ops import explain, patch_paddle, patched_paddle, unpatch_paddle
+from paddle_moe_ops.compat import fp8
 
 FAMILIES = {
     "permute": ["moe_permute", "moe_unpermute"],
@@ -43,11 +44,26 @@ FAMILIES = {
         "moe_gate_dispatch_permute_grad",
     ],
     "gemm": ["batched_gemm"],
+    "fp8": [
+        "fp8_gemm_blockwise",
+        "fused_transpose_split_quant",
+        "fp8_gemm_blockwise_",
+        "fp8_quant_blockwise",
+        "fused_act_dequant",
+        "fused_stack_quant",
+        "fused_stack_transpose_quant",
+        "fused_swiglu_weighted_bwd",
+        "fused_transpose_wlch_split_quant",
+        "fused_weighted_swiglu_act_quant",
+    ],
     "gshard": ["number_count", "assign_pos", "limit_by_capacity", "prune_gate_by_capacity", "random_routing"],
 }
 LEGACY = "random_routing"  # in paddle._legacy_C_ops
+NAMES = ", ".join(map(repr, FAMILIES))
 WRAPPED = [name for family in ("incubate", "gemm") for name in FAMILIES[family] if hasattr(F, name)]
-PADDLES_CODE = {name: getattr(paddle.nn.functional, name).__code__ for name in FAMILIES["permute"]}
+FUNCTIONS = {name: getattr(paddle.nn.functional, name) for name in FAMILIES["permute"]}
+FUNCTIONS |= {name: getattr(F, name) for name in ("fp8_gemm_blockwise", "fused_transpose_split_quant")}
+PADDLES_CODE = {name: function.__code__ for name, function in FUNCTIONS.items()}
 PADDLES_OPERATORS = dict(vars(_C_ops))
 PADDLES_LEGACY_OPERATORS = dict(vars(_legacy_C_ops))
 PADDLES_FUNCTIONS = {name: getattr(F, name) for name in WRAPPED}
@@ -66,9 +82,7 @@ def patched_families() -> list[str]:
     """The families that are replaced; checks that none is in part, and that nothing else is."""
     now = vars(_C_ops)
     replaced = {name for name, each in PADDLES_OPERATORS.items() if now[name] is not each}
-    replaced |= {
-        name for name, code in PADDLES_CODE.items() if getattr(paddle.nn.functional, name).__code__ is not code
-    }
+    replaced |= {name for name, code in PADDLES_CODE.items() if FUNCTIONS[name].__code__ is not code}
     legacy = vars(_legacy_C_ops)
     assert legacy.keys() == PADDLES_LEGACY_OPERATORS.keys()
     replaced |= {name for name, each in PADDLES_LEGACY_OPERATORS.items() if legacy[name] is not each}
@@ -80,7 +94,10 @@ def patched_families() -> list[str]:
 
 @pytest.mark.parametrize(
     "families",
-    [(), ("permute",), ("incubate",), ["gshard"], ["gemm", "permute"], {"incubate", "gemm"}],
+    [
+        *((), ("permute",), ("incubate",), ["gshard"], ["gemm", "permute"], {"incubate", "gemm"}, ("fp8",)),
+        ["fp8", "permute"],
+    ],
     ids=lambda families: "-".join(sorted(families)),  # a set has no order that all workers agree on
 )
 def test_a_family_is_replaced_in_whole_and_alone(families):
@@ -138,12 +155,8 @@ def test_a_block_takes_one_name(family):
 @pytest.mark.parametrize(
     ("families", "error", "text"),
     [
-        (
-            ("incubate", "fp8"),
-            ValueError,
-            "families must be one of 'permute', 'incubate', 'gemm', 'gshard', but got 'fp8'",
-        ),
-        ("fp8", ValueError, "families must be one of 'permute', 'incubate', 'gemm', 'gshard', but got 'fp8'"),
+        (("incubate", "int8"), ValueError, f"families must be one of {NAMES}, but got 'int8'"),
+        ("int8", ValueError, f"families must be one of {NAMES}, but got 'int8'"),
         (None, TypeError, "families must be a tuple or list of names out of"),
     ],
     ids=str,
@@ -155,7 +168,7 @@ def test_bad_families_patch_nothing(families, error, text, call):
     assert patched_families() == []
 
 
-@pytest.mark.parametrize("family", ["incubate", "gemm", "gshard"])
+@pytest.mark.parametrize("family", ["incubate", "gemm", "fp8", "gshard"])
 def test_where_paddle_lacks_an_operator_nothing_is_patched(family, monkeypatch):
     name = FAMILIES[family][-1]
     module, text = (_legacy_C_ops, "_legacy_C_ops") if name == LEGACY else (_C_ops, "_C_ops")
@@ -175,6 +188,32 @@ def test_paddles_function_stays_and_every_argument_arrives_under_its_name(name):
         assert inspect.signature(getattr(F, name)) == signature
         names = [each for each in signature.parameters if each != "name"]
         assert list(inspect.signature(getattr(_C_ops, name)).parameters) == names
+
+
+@pytest.mark.parametrize("name", ["fp8_gemm_blockwise", "fused_transpose_split_quant"])
+def test_functions_whose_code_is_replaced_keep_their_signature(name):
+    signature = inspect.signature(FUNCTIONS[name])
+    for _ in range(2):
+        with patched_paddle("fp8"):
+            assert getattr(F, name) is FUNCTIONS[name]
+            assert inspect.signature(FUNCTIONS[name]) == signature
+        assert inspect.signature(FUNCTIONS[name]) == signature
+        assert patched_families() == []
+
+
+@pytest.mark.parametrize("name", [each for each in fp8.__all__ if each != "fused_stack_quant"])
+def test_functions_of_float8_have_paddles_signatures(name):
+    names = [(each.name, each.default) for each in inspect.signature(getattr(F, name)).parameters.values()]
+    assert [(each.name, each.default) for each in inspect.signature(getattr(fp8, name)).parameters.values()] == names
+
+
+@pytest.mark.parametrize("lacking", ["fp8_gemm_blockwise", "fused_transpose_split_quant"])
+def test_where_paddle_lacks_a_function_nothing_is_patched(lacking, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.delattr(F, lacking)
+        with pytest.raises(RuntimeError, match=rf"^patch_paddle: paddle.incubate.nn.functional.{lacking} must be a"):
+            patch_paddle(("permute", "fp8"))
+    assert patched_families() == []
 
 
 def test_functions_imported_before_and_operators_called_directly_are_routed_too():

@@ -24,9 +24,7 @@ def grouped_gemm_nt(rows: Any, matrices: Any, m_indices: Tensor) -> Tensor:
     left = codes.astype("float32") * paddle.repeat_interleave(scales, GROUP, axis=1)
     blocks = paddle.repeat_interleave(paddle.repeat_interleave(matrix_scales, GROUP, axis=1), GROUP, axis=2)
     right = matrix_codes.astype("float32") * blocks
-    parts = [
-        paddle.matmul(left[m_indices == expert], right[expert], transpose_y=True) for expert in range(len(right))
-    ]
+    parts = [paddle.matmul(left[m_indices == expert], right[expert], transpose_y=True) for expert in range(len(right))]
     return paddle.concat(parts).astype("bfloat16")
 
 

@@ -32,8 +32,8 @@ FORMS = {
 }
 
 
-@pytest.fixture(params=["patched", "imported"])
-def F(request) -> Iterator[Any]:
+@pytest.fixture(name="F", params=["patched", "imported"])
+def functions(request) -> Iterator[Any]:
     """The module of float8 functions that a model calls."""
     if request.param == "imported":
         yield fp8
@@ -174,7 +174,9 @@ def test_weight_gradients_after_a_dispatch_by_capacity(F, rng, place):
     for kind, rows, options in ((ByCapacity, slice(None), {"ranks": ranks}), (Experts, order, {})):
         experts = experts_of(F, rng, place, Form(), kind, **options)
         for weights, left, right in ((experts.w2, x[:, :INNER], given), (experts.w1, x, of_w1)):
-            experts.add_gradients(weights, *(experts.split(tensor(each[rows], place), counts) for each in (left, right)))
+            experts.add_gradients(
+                weights, *(experts.split(tensor(each[rows], place), counts) for each in (left, right))
+            )
         gradients.append([each.main_grad for each in experts.w2 + experts.w1])
     for by_capacity, by_expert in zip(*gradients, strict=True):
         assert_bits_equal(by_capacity, by_expert)

@@ -132,11 +132,13 @@ def quantized_blockwise(
     num_rows, columns = x.shape
     if columns % 4:
         _checks.bad_value(function, "x", "of shape [num_rows, columns] with columns % 4 == 0", list(x.shape))
-    if (num_rows % GROUP or columns % GROUP) and not (using_1x128_vec_quant and not input_transpose):
-        which = "input_transpose" if input_transpose else '"128x128"'
-        _checks.bad_value(function, "x", f"of sizes that are multiples of 128 with {which}", list(x.shape))
-    if (num_rows % GROUP or columns % GROUP) and return_transpose_only:
-        _checks.bad_value(function, "x", "of sizes that are multiples of 128 with return_transpose_only", list(x.shape))
+    for which, is_set in (
+        ("input_transpose", input_transpose),
+        ("return_transpose_only", return_transpose_only),
+        ("quant_method='128x128'", not using_1x128_vec_quant),
+    ):
+        if is_set and (num_rows % GROUP or columns % GROUP):
+            _checks.bad_value(function, "x", f"of sizes that are multiples of 128 with {which}", list(x.shape))
     tile_rows = 1 if using_1x128_vec_quant else GROUP
 
     def of(matrix: Tensor) -> tuple[Tensor, Tensor]:
