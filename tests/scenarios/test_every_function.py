@@ -25,10 +25,11 @@ from .test_trained_routers import ARRAYS, PROGRAMS
 OF_INCUBATE = [f"incubate_{name}" for name in ("auto", "backward", "dispatch", "gemm", "quant", "routing")]
 # Modules without public functions, by the first part of their names or in full. Also that of several processes, whose
 # programs are in tests/distributed, and what is called under the names of Paddle, FastDeploy and PaddleFleet, whose
-# programs are in test_ernie_moe.py, test_float8_dispatch.py, test_gshard_layers.py, test_fastdeploy_calls.py and
-# test_paddlefleet_nodes.py.
+# programs are in test_ernie_moe.py, test_paddle_fp8.py, test_float8_dispatch.py, test_gshard_layers.py,
+# test_fastdeploy_calls.py and test_paddlefleet_nodes.py.
 INTERNAL = {"backends", "expert_parallel", "reference", "rowmaps", "testing", "triton"}
 INTERNAL |= {f"compat.{name}" for name in ("fastdeploy", "gshard", "paddlefleet", *OF_INCUBATE, *ELSEWHERE)}
+INTERNAL |= {f"compat.fp8{name}" for name in ("", ".activation", ".gemm", ".operators", ".quantize", ".rule")}
 
 # Changes where parameters lie, not what a program gives; tests/ops/test_side_by_side.py trains with it.
 OF_MEMORY = {"paddle_moe_ops.nn.memory.lay_side_by_side"}

@@ -113,12 +113,14 @@ AREAS = {
         (
             *(f"paddle_moe_ops/compat/{name}.py" for name in ("paddle", "_async_load")),
             *(f"paddle_moe_ops/compat/{name}.py" for name in ("gshard", "incubate_*", "_incubate_slots")),
+            "paddle_moe_ops/compat/fp8/*.py",
             "paddle_moe_ops/compat/transformer_engine*.py",
         ),
         (
             "tests/ops/test_patch_*.py",
             *_tests("ops", "gshard", "incubate_*"),
             *_tests("scenarios", "float8_dispatch", "gshard_layers"),
+            "tests/ops/test_paddle_fp8_*.py",
             "tests/ops/test_transformer_engine.py",
             "tests/packaging/test_migrating*.py",
             "tests/distributed/test_devices_of_arguments.py",
@@ -414,7 +416,7 @@ EQUIVALENT = (
     (r"expert_parallel/training\.py", "method dropped", r"= total\.astype\(", "the assignment to a slice casts"),
     (r"expert_parallel/peer\.py", "", r"scale_columns = float8, 0", "read with float8 alone, which sets it"),
     (
-        r"nn/losses\.py|incubate_routing\.py",
+        r"nn/losses\.py|incubate_routing\.py|compat/fp8/",
         "with dropped",
         r"with without_autocast\(\)",
         "on a CPU mixed precision casts only products",

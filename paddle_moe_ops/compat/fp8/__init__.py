@@ -3,8 +3,9 @@
 """Float8 functions of ``paddle.incubate.nn.functional``, for every device: quantisation, SwiGLU and the blockwise GEMM.
 
 Names, arguments and defaults are those of Paddle 3.3. Codes, scales and layouts are those of Paddle's GPU kernels, bit
-for bit. They are composed of Paddle's operators: for models that train in float8 to run on a CPU, not for speed.
-The rule of scales is Paddle's: the scale is RN(1 / RN(448 / amax)). That of `quantize_1x128` differs.
+for bit. They are composed of Paddle's operators, so that models that train in float8 run on a CPU; speed is no aim.
+
+A scale is RN(1 / RN(448 / amax)), by Paddle's rule. `quantize_1x128` has another rule.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def fused_swiglu_weighted_bwd(
     num_rows = math.prod(leading)
     if num_rows * inner == 0:
         results = (o1.shape, "bfloat16"), (shape, "float32"), (do2_s.shape, "bfloat16")
-        return tuple(filled(sizes, 0, dtype, o1) for sizes, dtype in results)  # type: ignore[return-value]
+        return tuple(filled(sizes, 0, dtype, o1) for sizes, dtype in results)
     with without_autocast():
         gate, up = _halves(o1.reshape([num_rows, width]), inner)
         given = do2_s.reshape([num_rows, inner]).astype("float32")

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from paddle import Tensor
@@ -81,7 +82,7 @@ def fp8_gemm_blockwise_(
     return out, pre_gelu, workspace
 
 
-OPERATORS = {
+OPERATORS: dict[str, Callable[..., Any]] = {
     "fp8_gemm_blockwise_": fp8_gemm_blockwise_,
     "fp8_quant_blockwise": fp8_quant_blockwise,
     "fused_act_dequant": activation.fused_act_dequant,
