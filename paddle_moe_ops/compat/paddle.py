@@ -8,8 +8,8 @@ refer to them. So callers that imported the functions earlier, under whatever na
 Other families: the operators in ``paddle._C_ops`` and ``paddle._legacy_C_ops`` are replaced. The functions of
 ``paddle.incubate.nn.functional`` and ``paddle.distributed.models.moe`` look them up there at every call. So these
 functions stay as they are, with their signatures; callers that imported them earlier are routed here too, and so are
-calls of ``paddle._C_ops.<name>``. Of "fp8", two functions fail before they call their operators; their code is replaced
-too.
+calls of ``paddle._C_ops.<name>``. Two functions of
+"fp8" fail before they call their operators; their code is replaced too.
 
 `unpatch_paddle` gives Paddle its own code and operators back.
 """

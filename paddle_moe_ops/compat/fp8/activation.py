@@ -94,7 +94,7 @@ def fused_swiglu_weighted_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of SwiGLU times a probability, and its output.
 
-    In float32, and rounded at the end. Not differentiable. Deterministic on a device. No host synchronisation.
+    Numbers are float32, and rounded at the end. Not differentiable. Deterministic on a device. No host synchronisation.
 
     Args:
         o1: [..., 2 * I] bfloat16, the gate's half first.
