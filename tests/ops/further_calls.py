@@ -61,6 +61,10 @@ def in_float16(call: Call, *names: str) -> Call:
     )
 
 
+def in_bfloat16(*shape: int) -> NDArray:
+    return ones(*shape).astype(ml_dtypes.bfloat16)
+
+
 NO_BIASES = {"gate_up_bias": None, "down_bias": None}
 MLP = like("mlp.moe_mlp", **NO_BIASES)
 OTHER_FORMS = [
@@ -273,6 +277,42 @@ OF_GSHARD = [
     ),
 ]
 
+OF_FLOAT8 = [
+    Call("compat.fp8.fp8_quant_blockwise", {"x": in_bfloat16(T, 132), "using_ue8m0_scale": True}),
+    Call("compat.fp8.fp8_quant_blockwise", {"x": in_bfloat16(128, 128), "input_transpose": True}),
+    Call("compat.fp8.fused_stack_transpose_quant", {"x": [in_bfloat16(128, 128)] * 2}),
+    Call("compat.fp8.fused_stack_quant", {"x": [in_bfloat16(128, 128)] * 2}),
+    Call(
+        "compat.fp8.fused_transpose_split_quant",
+        {"x": CODES[:1].repeat(128, axis=0), "input_scales": ones(128, S), "tokens_per_expert": [128]},
+    ),
+    Call(
+        "compat.fp8.fused_transpose_wlch_split_quant",
+        {"x": in_bfloat16(2, 1, 64, H), "tokens_per_expert": [128]},
+    ),
+    Call("compat.fp8.fused_act_dequant", {"x": CODES, "x_scale": ones(len(CODES), S)}),
+    Call("compat.fp8.fused_act_dequant", {"x": CODES, "x_scale": np.full((len(CODES), 1), 127, np.int32)}),
+    Call("compat.fp8.fused_weighted_swiglu_act_quant", {"x": in_bfloat16(T, 2 * I), "prob": ones(T)}),
+    Call(
+        "compat.fp8.fused_swiglu_weighted_bwd",
+        {"o1": in_bfloat16(T, 2 * I), "do2_s": in_bfloat16(T, I), "unzipped_probs": ones(T, 1)},
+    ),
+    *(
+        Call(
+            "compat.fp8.fp8_gemm_blockwise",
+            {
+                "a": CODES,
+                "a_decode_scale": ones(S, len(CODES)),
+                "b": CODES,
+                "b_decode_scale": ones(*((S, len(CODES)) if is_1d else (1, S))),
+                "out_dtype": "float32",
+                "is_b_1d_scaled": is_1d,
+            },
+        )
+        for is_1d in (True, False)
+    ),
+]
+
 _COUNTED = {"num_tokens": T, "num_experts": E}
 _TE = {
     "make_row_id_map": {"routing_map": MASK, **_COUNTED, "num_out_tokens": ROUTED},
@@ -469,4 +509,7 @@ PROGRAMS = [
         {**EXPERTS, "gate_up": ones(E, H, 2 * I), "down": ones(E, I, H)},
     ),
 ]
-FURTHER_CALLS = [*OTHER_FORMS, *OF_INCUBATE, *OF_GSHARD, *OF_PADDLEFLEET, *OF_TRANSFORMER_ENGINE, *PROGRAMS]
+FURTHER_CALLS = [
+    *(*OTHER_FORMS, *OF_INCUBATE, *OF_FLOAT8, *OF_GSHARD, *OF_PADDLEFLEET),
+    *(*OF_TRANSFORMER_ENGINE, *PROGRAMS),
+]

@@ -37,6 +37,7 @@ from paddle_moe_ops import (
 )
 from paddle_moe_ops.compat import (
     fastdeploy,
+    fp8,
     gshard,
     incubate_dispatch,
     incubate_gemm,
@@ -77,6 +78,7 @@ OF_DYGRAPH |= {gshard.assign_pos, incubate_quant.moe_gate_dispatch_and_quant}
 OF_DYGRAPH |= {fastdeploy.patch_fastdeploy, fastdeploy.patched_fastdeploy, fastdeploy.unpatch_fastdeploy}
 OF_DYGRAPH |= {getattr(fastdeploy, name) for name in DYGRAPH_NAMES}
 OF_DYGRAPH |= {getattr(paddlefleet, name) for name in paddlefleet.__all__}
+OF_DYGRAPH |= {getattr(fp8, name) for name in fp8.__all__}
 
 
 def modules() -> Iterator[Any]:

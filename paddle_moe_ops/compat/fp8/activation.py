@@ -11,7 +11,7 @@ import paddle
 from paddle import Tensor
 
 from ... import _checks
-from ..._graphs import dense, filled, public, without_autocast
+from ..._graphs import filled, public, without_autocast
 from .rule import FLOAT32_MAX, GROUP, dequantized, divided, dygraph_tensor, quantized, unpacked_exponents
 
 __all__ = ["fused_act_dequant", "fused_swiglu_weighted_bwd", "fused_weighted_swiglu_act_quant"]
@@ -145,7 +145,7 @@ def _leading(tensor: Any) -> list[str]:
 
 def _halves(matrix: Tensor, inner: int) -> tuple[Tensor, Tensor]:
     """The two halves of the columns, float32."""
-    return dense(matrix[:, :inner]).astype("float32"), dense(matrix[:, inner:]).astype("float32")
+    return matrix[:, :inner].astype("float32"), matrix[:, inner:].astype("float32")
 
 
 def _sigmoid(gate: Tensor) -> Tensor:

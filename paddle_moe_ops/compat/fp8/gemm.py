@@ -10,7 +10,7 @@ import paddle
 from paddle import Tensor
 
 from ... import _checks
-from ..._graphs import dense, filled, public, without_autocast
+from ..._graphs import filled, public, without_autocast
 from .rule import GROUP, dygraph_tensor
 
 __all__ = ["fp8_gemm_blockwise"]
@@ -110,7 +110,7 @@ def _factors(argument: str, scale: Any, codes: Tensor, is_1d: bool) -> Tensor:
         by_group = dygraph_tensor(_NAME, argument, scale, (paddle.float32,), shape).T
     if min(by_group.shape) == 0:
         return filled([groups, rows], 1, "float32", codes)
-    return paddle.repeat_interleave(dense(by_group), GROUP, axis=1)[:, :rows]
+    return paddle.repeat_interleave(by_group, GROUP, axis=1)[:, :rows]
 
 
 def _product(a: Tensor, a_factors: Tensor, b: Tensor, b_factors: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def _product(a: Tensor, a_factors: Tensor, b: Tensor, b_factors: Tensor) -> Tens
     total = filled([a.shape[0], b.shape[0]], 0, "float32", a)
     if min(a.shape[0], b.shape[0]) == 0:
         return total
-    left, right = dense(a).astype("float32"), dense(b).astype("float32")
+    left, right = a.astype("float32"), b.astype("float32")
     for group, start in enumerate(range(0, a.shape[1], GROUP)):
         part = paddle.matmul(left[:, start : start + GROUP], right[:, start : start + GROUP], transpose_y=True)
         total = total + part * a_factors[group].unsqueeze(1) * b_factors[group]

@@ -95,7 +95,7 @@ def quantized(
 def _in_float32(matrix: Tensor) -> Tensor:
     """A matrix in float32, with columns of 0 up to a multiple of 128."""
     num_rows, columns = matrix.shape
-    values = dense(matrix).astype("float32")
+    values = matrix.astype("float32")
     if columns % GROUP:
         values = paddle.concat([values, filled([num_rows, -columns % GROUP], 0, "float32", matrix)], axis=1)
     return values
