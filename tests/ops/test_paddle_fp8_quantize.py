@@ -132,7 +132,7 @@ def test_every_number_as_the_largest_and_as_any_of_its_group(dtype, pow2, rng, p
 def test_the_rule_for_any_float32(tile_rows, pow2, rng, place):
     """Numbers before they are rounded, as SwiGLU returns them: any bits, and groups of one size."""
     any_bits = rng.integers(0, 2**32, (1024, 200), np.uint32).view(np.float32)
-    alike = ordinary(rng, (1024, 200)) * np.exp2(rng.integers(-148, 127, (1024, 1))).astype(np.float32)
+    alike = ordinary(rng, (1024, 200)) * np.exp2(rng.integers(-148, 120, (1024, 1))).astype(np.float32)
     for x in (any_bits, alike):
         got = rule.quantized(tensor(x, place), tile_rows, pow2, overflow=rule.FLOAT32_MAX)
         assert_same(got, oracle._quantize(x, tile_rows, 0.0, pow2, overflow=np.finfo(np.float32).max))
