@@ -9,6 +9,7 @@ import numpy as np
 import paddle
 import pytest
 
+from paddle_moe_ops import _checks
 from paddle_moe_ops.compat import fp8
 from tests.ops.problems import tensor
 
@@ -110,6 +111,16 @@ BAD = {
         ({"tokens_per_expert": [-128]}, ValueError, "tokens_per_expert[0] must be from 0 to 2147483647, but got -128"),
         ({"tokens_per_expert": [128.5]}, TypeError, "tokens_per_expert[0] must be an int, but got float"),
         ({"tokens_per_expert": [128]}, ValueError, f"tokens_per_expert must be {SUM}, but got a sum of 128"),
+        (
+            {"tokens_per_expert": float32(2)},
+            TypeError,
+            "tokens_per_expert must be of dtype int32 or int64, but got float32",
+        ),
+        (
+            {"tokens_per_expert": zeros(2, 1, dtype=np.int32)},
+            ValueError,
+            "tokens_per_expert must be of shape [num_experts], but got [2, 1]",
+        ),
         (
             {"tokens_per_expert": 256},
             TypeError,
@@ -230,6 +241,26 @@ def test_bad_arguments(function, changes, error, message, place):
         call(function, changes, place)
     assert str(raised.value) == f"{function}: {message}"
     assert raised.type is error
+
+
+@pytest.mark.parametrize("function", GOOD)
+def test_the_devices_of_all_tensors_are_compared(function, place, monkeypatch):
+    seen: list[int] = []
+
+    def record(_, **tensors):
+        seen.extend(each.data_ptr() for each in tensors.values() if each is not None)
+
+    monkeypatch.setattr(_checks, "same_place", record)
+    changes = {
+        "fused_stack_transpose_quant": {"x": stacked(zeros(128, 128), zeros(128, 128))},
+        "fused_transpose_split_quant": {"x": zeros(256, 8, dtype=E4M3), "input_scales": float32(256, 1)},
+        "fp8_gemm_blockwise": {"out": zeros(3, 5)},
+    }
+    given = arguments(function, changes.get(function, {}), place)
+    getattr(fp8, function)(**given)
+    tensors = [each for value in given.values() for each in (value if isinstance(value, list) else [value])]
+    places = [each.data_ptr() for each in tensors if isinstance(each, paddle.Tensor)]
+    assert len(places) == 1 or set(seen) == set(places)
 
 
 @pytest.mark.parametrize("function", [name for name in GOOD if not name.startswith("fused_stack")], ids=str)

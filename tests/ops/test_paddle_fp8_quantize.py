@@ -172,6 +172,10 @@ def test_stacked_matrices(number, shape, transpose, kind, rng, place):
         assert_same(got, arrays(fp8.fp8_quant_blockwise(matrix, **method)))
 
 
+def tensors_of(counts):
+    return [paddle.to_tensor(count) for count in counts]
+
+
 COUNTS = {"even": [128, 128, 256], "empty experts": [0, 512, 0, 0], "one": [512]}
 
 
@@ -182,7 +186,7 @@ COUNTS = {"even": [128, 128, 256], "empty experts": [0, 512, 0, 0], "one": [512]
         "rows": ["bfloat16", "float8"],
         "kind": [ordinary, every_kind],
         "pow2": [False, True],
-        "as_what": [list, tuple, np.array, paddle.to_tensor],
+        "as_what": [list, tuple, np.array, paddle.to_tensor, tensors_of],
     }
 )
 def test_transposed_rows_of_experts(counts, hidden, rows, kind, pow2, as_what, rng, place):

@@ -146,7 +146,7 @@ def quantized_blockwise(
         codes, scales = quantized(matrix, tile_rows, pow2, epsilon=epsilon, format=format)
         if using_ue8m0_scale:
             scales = packed_exponents(scales)
-            scales = paddle.repeat_interleave(scales, tile_rows, axis=0) if tile_rows > 1 and scales.size else scales
+            scales = paddle.repeat_interleave(scales, tile_rows, axis=0) if scales.size else scales
         return codes, dense(scales.T) if output_scale_transpose else scales
 
     with without_autocast():
@@ -297,7 +297,7 @@ def _counts(function: str, value: Any, num_rows: int) -> list[int]:
     expected = "a list of ints, or a 1-D int array or tensor"
     counts = []
     for index, each in enumerate(_checks.listed(function, name, value, expected)):
-        item = _checks.integer(function, f"{name}[{index}]", each.item() if isinstance(each, Tensor) else each, 0)
+        item = _checks.integer(function, f"{name}[{index}]", each, 0)
         if item % GROUP:
             _checks.bad_value(function, f"{name}[{index}]", "a multiple of 128", item)
         counts.append(item)
