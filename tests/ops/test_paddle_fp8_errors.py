@@ -103,6 +103,7 @@ BAD = {
         ),
     ],
     "fused_stack_quant": [
+        ({"x": stacked(zeros(64, 128))}, ValueError, f"x[0] must be {MULTIPLES}, but got [64, 128]"),
         ({"x": stacked(zeros(128, 64))}, ValueError, f"x[0] must be {MULTIPLES}, but got [128, 64]"),
     ],
     "fused_transpose_split_quant": [

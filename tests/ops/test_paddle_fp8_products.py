@@ -185,6 +185,8 @@ def test_gemm_without_elements(rows, columns, depth, place):
     out = np.ones((rows, columns), np.float32)
     check_gemm(a, b, out, np.float32, True, (True, True), place)
     check_gemm(a, b, out, np.float32, False, (True, True), place)
+    blocks = np.ones((-(-columns // 128), -(-depth // 128)), np.float32)
+    check_gemm(a, (b[0], blocks), out, np.float32, True, (True, False), place)
 
 
 def test_scales_of_blocks_may_be_transposed_where_the_sizes_differ(rng, place):

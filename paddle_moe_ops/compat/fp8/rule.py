@@ -123,10 +123,9 @@ def _multipliers(amax: Tensor, pow2: bool, overflow: float, largest: float) -> T
 
 def _codes(scaled: Tensor, format: Format) -> Tensor:
     """The nearest float8 numbers; Paddle's cast on a CPU is right only within the largest of them, and without NaN."""
-    is_nan = paddle.isnan(scaled)
-    finite = paddle.where(is_nan, paddle.zeros_like(scaled), scaled.clip(-format.largest, format.largest))
-    codes = finite.astype(format.dtype).view("uint8").astype("int32")
-    return paddle.where(is_nan, paddle.full_like(codes, _NAN_CODE), codes).astype("uint8").view(format.dtype)
+    codes = scaled.clip(-format.largest, format.largest).astype(format.dtype).view("uint8").astype("int32")
+    codes = paddle.where(paddle.isnan(scaled), paddle.full_like(codes, _NAN_CODE), codes)
+    return codes.astype("uint8").view(format.dtype)
 
 
 def dequantized(codes: Tensor, scales: Tensor) -> Tensor:
