@@ -46,4 +46,5 @@ def _counting(function: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _count += 1
 
+    del call.__wrapped__  # paddle.jit looks for the source of what it wraps, which a method of C++ lacks
     return call

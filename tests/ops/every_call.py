@@ -107,6 +107,8 @@ def made_of(value: Any, place: object) -> Any:
         return plan_tensors(value, place)
     if isinstance(value, tuple) and not isinstance(value, Plan):
         return tuple(made_of(item, place) for item in value)
+    if isinstance(value, list):
+        return [made_of(item, place) for item in value]
     if isinstance(value, dict):
         return {key: made_of(item, place) for key, item in value.items()}
     return value

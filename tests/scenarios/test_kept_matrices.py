@@ -11,6 +11,7 @@ import numpy as np
 import paddle
 import pytest
 from paddle.distributed.fleet.utils import recompute
+from paddle.jit.dy2static.convert_call_func import convert_call
 
 from paddle_moe_ops.backends import layers
 from paddle_moe_ops.backends.arrays import to_numpy
@@ -259,6 +260,21 @@ def test_programs_quantise_in_each_pass():
     with paddle.no_grad():
         layer.experts.down.scale_(2.0)
     assert_bits_equal(traced(x), exact(layer, x), what="out")
+
+
+@pytest.mark.parametrize("full_graph", [True, False], ids=["traced", "by bytecode"])
+def test_traced_functions_still_call_what_is_counted(full_graph):
+    keep_float8_matrices(new_layer())
+
+    def function(x):
+        y = paddle.zeros_like(x)
+        paddle.assign(x * 2.0, output=y)
+        return y
+
+    x = paddle.randn([3])
+    assert_bits_equal(paddle.jit.to_static(function, full_graph=full_graph)(x), x * 2.0, what="y")
+    counted = paddle.Tensor.set_value, paddle.Tensor.copy_, paddle.optimizer.Optimizer._apply_optimize
+    assert all(convert_call(each) is each for each in counted)
 
 
 def test_only_layers_are_taken():
