@@ -32,7 +32,7 @@ class QuantizedMatrices(NamedTuple):
     Two int4 codes, of -8 to 7 in two's complement, are in one byte: that of the even input in the low half. Float8
     codes may be bytes, uint8 or int8, too: `paddle.load` returns float8 tensors as int8.
 
-    Args:
+    Attributes:
         codes: see the table. With ``transpose`` the last two dimensions are swapped, in codes and in scales.
         scales: see the table, or uint8 exponents of powers of two, biased by 127 (ue8m0).
         format: see the table.
