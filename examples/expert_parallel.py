@@ -34,6 +34,7 @@ from paddle_moe_ops.expert_parallel import (
     shard_optimizer_state_dict,
     shard_state_dict,
 )
+from paddle_moe_ops.nn import ExpertLoad
 
 CONFIG = ModelConfig(hidden=64, layers=2, experts=8, topk=2, context=64)
 WINDOWS = 4  # of each process and step
@@ -65,6 +66,7 @@ def main() -> int:
         done = saved["steps"]
     if done >= arguments.steps:
         parser.error(f"the checkpoint has {done} steps, so --steps must be more, but is {arguments.steps}")
+    load = ExpertLoad(model, group)
     before = loss_of(model, held_out)
     for step in range(done, arguments.steps):
         texts = random_windows(library.train, WINDOWS, CONFIG.context + 1, np.random.default_rng([step, rank]))
@@ -72,11 +74,7 @@ def main() -> int:
         average_gradients(model.parameters(), group)
         optimizer.step()
         optimizer.clear_grad()
-        for layer in model.moe_layers:
-            load = paddle.to_tensor(layer.tokens_per_expert, dtype="int32")
-            if processes > 1:
-                paddle.distributed.all_reduce(load, group=group)
-            layer.router.update_correction_bias(load, 5e-3)
+        load.update_correction_biases(5e-3)
     after = loss_of(model, held_out)
 
     whole = {  # all processes take part

@@ -12,18 +12,21 @@ from __future__ import annotations
 from .config import MoEConfig
 from .experts import SwiGLUExperts
 from .layer import MoELayer, SwiGLU
-from .losses import load_balance_loss, router_z_loss
+from .load import ExpertLoad
+from .losses import attach_loss, load_balance_loss, router_z_loss
 from .memory import lay_side_by_side
 from .microbatches import keep_float8_matrices, set_is_first_microbatch
 from .router import RouterOutput, TopKRouter
 
 __all__ = [
+    "ExpertLoad",
     "MoEConfig",
     "MoELayer",
     "RouterOutput",
     "SwiGLU",
     "SwiGLUExperts",
     "TopKRouter",
+    "attach_loss",
     "keep_float8_matrices",
     "lay_side_by_side",
     "load_balance_loss",

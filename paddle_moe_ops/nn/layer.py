@@ -107,8 +107,8 @@ class MoELayer(nn.Layer):
     Attributes:
         config: the options.
         tokens_per_expert: load for ``router.update_correction_bias``, dropped slots included: E ints, or on a GPU and
-            in graphs an int32 tensor [E]. With a group those of this rank's tokens: add up the ranks' before the
-            update.
+            in graphs an int32 tensor [E]. With a group those of this rank's tokens. `ExpertLoad` adds up
+            micro-batches and ranks.
         dropped_slots: slots dropped for the capacity or for ``tokens_per_rank``, a 0-D int32 tensor; 0 without either.
             With a group those of this rank's tokens.
         aux_loss: `load_balance_loss` of the router's scores, which are divided by their sum over the experts if the
@@ -133,6 +133,8 @@ class MoELayer(nn.Layer):
         >>> out.shape, sum(layer.tokens_per_expert)
         ([2, 8, 64], 32)
     """
+
+    _load_count: Any = None  # the LoadCount of an `ExpertLoad`
 
     @misnamed(top_k="topk")
     def __init__(self, *arguments: Any, group: Any = None, **options: Any) -> None:
@@ -255,6 +257,8 @@ class MoELayer(nn.Layer):
             given = tokens, ids, probs, capacity, is_first_microbatch
             out, load, dropped = _over_ranks(self.parallel, self.experts, *given)
         shared = None if self.shared is None else self.shared(tokens)
+        if self._load_count is not None:
+            self._load_count.count(load, logits, self.training)
         last = load, dropped, scores, logits, kept
         self._last = _Traced(last) if isinstance(load, GraphValue) else last
         if in_sot():  # tracing reads a property of the actual layer, which describes the previous pass
@@ -332,7 +336,7 @@ class MoELayer(nn.Layer):
             super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_last": None}
+        return {**super().__getstate__(), "_last": None, "_load_count": None}
 
 
 MoELayer.__signature__ = with_group(inspect.signature(MoEConfig))

@@ -9,9 +9,11 @@ from typing import Any
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
+from paddle.autograd import PyLayer
 
 from .. import _checks
-from .._graphs import is_graph_value, public, without_autocast
+from .._graphs import filled, is_graph_value, public, without_autocast
+from ..backends.autograd import OneShotGuard, applied_once
 
 
 @public("scores")
@@ -72,6 +74,70 @@ def load_balance_loss(
         ids = paddle.where(mask.unsqueeze(-1), ids, paddle.full_like(ids, -1))
     load = F.one_hot(ids + 1, num_experts + 1).sum(axis=[-3, -2])[..., 1:]  # the first are empty slots
     return loss_of_load(scores, load, (ids >= 0).any(axis=-1))
+
+
+def attach_loss(x: Tensor, loss: Tensor, scaler: Any = None) -> Tensor:
+    """Return ``x``, whose backward pass starts that of ``loss`` as well, as if the loss were added to the program's.
+
+    So a layer can have a loss of its own where only its output leaves it: in a stage of a pipeline, in a recomputed
+    function, in a model whose code stays as it is. The loss gets the gradient 1, so multiply it by its weight, and
+    under gradient accumulation divide it by the number of micro-batches. Only dygraph. Deterministic; no host
+    synchronisation, no copy of ``x``.
+
+    Args:
+        x: any tensor on the way to the program's loss, such as the output of a `MoELayer`.
+        loss: a scalar.
+        scaler: the GradScaler of the program's loss, by whose current scale the loss is multiplied. None: no scale.
+
+    Returns:
+        a tensor with the values of ``x``, in its memory.
+
+    Raises:
+        TypeError: ``x`` or ``loss`` is not a tensor, or is one of a graph; the scaler is not one.
+        ValueError: the loss has more than one element.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops.nn import MoELayer, attach_loss
+        >>> class Block(paddle.nn.Layer):  # of a pipeline
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.moe = MoELayer(64, 32, num_experts=8, topk=2)
+        ...
+        ...     def forward(self, x):
+        ...         out = x + self.moe(x)
+        ...         return attach_loss(out, 1e-3 * self.moe.aux_loss)
+        >>> x = paddle.randn([16, 64])
+        >>> x.stop_gradient = False
+        >>> Block()(x).square().mean().backward()
+    """
+    name = "attach_loss"
+    for argument, value in {"x": x, "loss": loss}.items():
+        if is_graph_value(value):
+            _checks.bad_type(name, argument, "a tensor in dygraph", "a value of a graph")
+        _checks.instance(name, argument, value, Tensor, "a paddle.Tensor")
+    if loss.size != 1:
+        _checks.bad_value(name, "loss", "a scalar", f"one of shape {list(loss.shape)}")
+    if scaler is not None and not hasattr(scaler, "_scale"):
+        _checks.bad_type(name, "scaler", "a GradScaler or None", type(scaler).__name__)
+    return x if loss.stop_gradient else applied_once(_WithLoss, x, loss, scaler, function=name)[0]
+
+
+class _WithLoss(PyLayer):
+    """The identity of its first input; in the backward pass the second input gets the scale as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scaler: Any, *, guard: OneShotGuard) -> Tensor:
+        guard.watch(ctx)
+        ctx.of_loss, ctx.scaler, ctx.goes_on = (list(loss.shape), loss.dtype), scaler, not x.stop_gradient
+        return x.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor]:
+        shape, dtype = ctx.of_loss
+        is_scaled = ctx.scaler is not None and ctx.scaler.is_enable()
+        d_loss = ctx.scaler._scale.astype(dtype).reshape(shape) if is_scaled else filled(shape, 1, dtype, like=d_out)
+        return d_out if ctx.goes_on else None, d_loss
 
 
 @public("scores")

@@ -219,7 +219,8 @@ class TopKRouter(nn.Layer):
         """Move each expert's bias a step towards an even load: ``bias += rate * sign(mean(load) - load)``.
 
         The rule is that of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). Integer loads are compared exactly. With data
-        parallelism, sum the loads over all ranks first, so that the bias stays the same everywhere.
+        parallelism, sum the loads over all ranks first, so that the bias stays the same everywhere, as `ExpertLoad`
+        does.
 
         Args:
             tokens_per_expert: the load, [E]: tokens of each expert since the last update.

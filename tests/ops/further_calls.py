@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 
 from paddle_moe_ops import Float8Matrices, QuantizedMatrices, explain, moe_mlp, patched_paddle
 from paddle_moe_ops.expert_parallel import ExpertParallel, is_expert_parameter, shard_state_dict
-from paddle_moe_ops.nn import MoELayer, SwiGLU, SwiGLUExperts, TopKRouter, load_balance_loss, router_z_loss
+from paddle_moe_ops.nn import (
+    MoELayer,
+    SwiGLU,
+    SwiGLUExperts,
+    TopKRouter,
+    attach_loss,
+    load_balance_loss,
+    router_z_loss,
+)
 from tests.ops.every_call import (
     CALLS,
     CODES,
@@ -463,6 +471,7 @@ PROGRAMS = [
     Program("nn.TopKRouter.update_correction_bias", lambda: updated_bias, {"tokens_per_expert": COUNTS}),
     Program("nn.load_balance_loss", lambda: load_balance_loss, {"scores": tokens(T, E), "ids": IDS}),
     Program("nn.router_z_loss", lambda: router_z_loss, {"logits": tokens(T, E)}),
+    Program("nn.attach_loss", lambda: attach_loss, {"x": tokens(), "loss": ones()}),
     Program("expert_parallel, exact", there_and_back(), {**TRIP, "out": tokens(ROUTED, H)}),
     Program("expert_parallel, reduced", there_and_back(combine="reduced"), {**TRIP, "out": tokens(ARRIVED, H)}),
     Program("expert_parallel in float8", there_and_back(payload="fp8_1x128"), {**TRIP, "out": tokens(ROUTED, H)}),

@@ -48,12 +48,14 @@ from paddle_moe_ops.compat import (
     transformer_engine_jax,
 )
 from paddle_moe_ops.nn import (
+    ExpertLoad,
     MoEConfig,
     MoELayer,
     RouterOutput,
     SwiGLU,
     SwiGLUExperts,
     TopKRouter,
+    attach_loss,
     keep_float8_matrices,
     lay_side_by_side,
     load_balance_loss,
@@ -73,7 +75,7 @@ FOLDER = str(Path(paddle_moe_ops.__file__).parent)
 # For arrays of NumPy, for several processes, or for models of PaddleFormers.
 CALLS = [*OWN_CALLS, *FASTDEPLOY_CALLS]
 NO_PROGRAMS = ("reference", "testing", "expert_parallel", "integrations")
-OF_DYGRAPH = {lay_side_by_side, quantize_experts, quantized_experts}
+OF_DYGRAPH = {ExpertLoad, attach_loss, lay_side_by_side, quantize_experts, quantized_experts}
 OF_DYGRAPH |= {gshard.assign_pos, incubate_quant.moe_gate_dispatch_and_quant}
 OF_DYGRAPH |= {fastdeploy.patch_fastdeploy, fastdeploy.patched_fastdeploy, fastdeploy.unpatch_fastdeploy}
 OF_DYGRAPH |= {getattr(fastdeploy, name) for name in DYGRAPH_NAMES}
