@@ -18,6 +18,7 @@ from benchmarks.pages import BUILT
 from . import tables
 from .calibration import corrected
 from .check import MOST_ERROR, Comparison, compared, foretold
+from .grids import BATCH, GPUS, GRIDS, LARGEST_GB, choice, grids_table
 from .layers import predict
 from .machines import Machine
 from .picture import draw, points
@@ -25,6 +26,7 @@ from .traces import load
 from .traffic import Layout
 from .ways import (
     BY_DOMAIN,
+    DOMAINS,
     EXACT_MAY_COST,
     FEW_TOKENS,
     MICRO_BATCHES,
@@ -79,7 +81,13 @@ def predictor_of(results: Path) -> tuple[Predictor, Checked, Checked]:
 def page(predictor: Predictor, found: Checked, elsewhere: Checked) -> str:
     """The text of the page."""
     parts = [_choose(predictor), _models(predictor), _routing(predictor), _few(predictor), _many(predictor)]
-    parts += [_bytes(predictor), _model(predictor), _checked(found, elsewhere), _wrong(predictor, found.two)]
+    parts += [
+        _grids(predictor),
+        _bytes(predictor),
+        _model(predictor),
+        _checked(found, elsewhere),
+        _wrong(predictor, found.two),
+    ]
     return _wrapped("\n".join(parts))
 
 
@@ -230,6 +238,40 @@ Often memory decides. These are gigabytes of the matrices of one layer's experts
 the optimiser's state come on top, and so do all other layers.
 
 {tables.sizes(predictor)}"""
+
+
+def _grids(predictor: Predictor) -> str:
+    text = f"""## Whole models on {GPUS} GPUs
+
+A model of this size needs a pipeline as well. Its stages run micro-batches of {TOKENS} tokens by 1F1B, a step has
+{BATCH / 1e6:.0f} million tokens, and groups with copies of the same experts repeat. The tables have the memory of the
+rank that needs most:
+
+* *parameters*: bfloat16 weights and float32 gradients (`main_grad`); the optimizer's *states*, float32 weights and two
+  moments, are divided between the ranks with the same parameters (sharding, stage 1).
+* `keep="h"` and `keep="x"`: all memory, with what layers keep for the backward passes of the micro-batches in flight.
+  Attention and norms are computed again. **Bold** leaves {141 - LARGEST_GB} of 141 GB for workspaces and exchanges.
+* *sent per layer*: by the busiest rank, both passes of a micro-batch. *GEMMs*: their share of the time of the layers of
+  experts. *bubble*: the share of a step in which a rank waits for the pipeline.
+* *TFLOP/s*: of the layers of experts on each GPU, by a `keep` that fits. Waits for the pipeline and first products that
+  are computed again take time; attention is not counted.
+"""
+    for name, model in GRIDS.items():
+        total = model.parameters(predictor.shape(name)) / 1e9
+        domains: dict[str, list[str]] = {}
+        for domain in DOMAINS:
+            grid, keep = choice(predictor, name, domain)
+            domains.setdefault(
+                f'`pp_degree={grid.stages}`, groups of {grid.group.ranks} and `keep="{keep}"`', []
+            ).append(str(domain))
+        found = "; ".join(f"{what}, in domains of {' and of '.join(sizes)}" for what, sizes in domains.items())
+        text += f"""
+### {name}: {total:.0f} billion parameters
+
+Sizes: {model.source}. The fastest that fits has {found}.
+
+{grids_table(predictor, name)}"""
+    return text
 
 
 def _bytes(predictor: Predictor) -> str:

@@ -9,7 +9,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from benchmarks.layer.shapes import Shape
 from benchmarks.scaling import report, tables
+from benchmarks.scaling.grids import GRIDS, LARGEST_GB, Grid, Model, choice, memory_of
 from benchmarks.scaling.layers import predict
 from benchmarks.scaling.picture import draw, points
 from benchmarks.scaling.traffic import Layout
@@ -231,3 +233,36 @@ def test_a_model_without_a_trace_is_named(calculated):
 
 def test_changes_of_time_are_shown_as_percent():
     assert [tables.percent(each) for each in (0.1, -0.004, 0.004, -0.05)] == ["+10 %", "0 %", "0 %", "-5 %"]
+
+
+def test_models_have_the_parameters_that_their_names_say(predictor):
+    totals = {name: model.parameters(predictor.shape(name)) / 1e9 for name, model in GRIDS.items()}
+    assert totals == {"ERNIE-300B": pytest.approx(300, rel=0.005), "DeepSeek-V3": pytest.approx(671, rel=0.005)}
+
+
+def test_the_memory_of_a_small_grid_is_that_of_counting_by_hand():
+    """Two stages of two layers, one of them dense, on 256 ranks: 16 copies of 8 ranks with an expert each."""
+    model = Model(4, 1, attention=1000, shared=2, vocabulary=10, embeddings=2, dense_inner=0, source="")
+    memory = memory_of(model, Shape(3, 5, 7, 8, 2), Grid(2, MACHINE))
+    experts, dense = 2 * 3 * 5 * 7, 2 * (1000 + 3 * 5 * 2 + 5 * 8) + 10 * 5
+    assert memory.parameters == 6 * (experts + dense)
+    assert memory.states == 12 * (experts / 16 + dense / 128)
+    tokens, rows = 2 * 3 * 5, 4 * 3 * 2 * 7
+    assert (memory.kept, memory.kept_x) == (2 * 2 * (2 * tokens + rows), 2 * 2 * 2 * tokens)
+
+
+def test_the_chosen_grid_is_the_fastest_that_fits_and_stands_in_the_page(predictor, page):
+    for name, model in GRIDS.items():
+        for domain in DOMAINS:
+            grid, keep = choice(predictor, name, domain)
+            assert memory_of(model, predictor.shape(name), grid).gigabytes(keep) <= LARGEST_GB
+            assert f"`pp_degree={grid.stages}`, groups of {grid.group.ranks} and" in " ".join(page.split())
+
+
+def test_a_stage_more_waits_more_and_keeps_fewer_parameters(predictor):
+    shape, model = predictor.shape("DeepSeek-V3"), GRIDS["DeepSeek-V3"]
+    found = [
+        (grid.bubble, -memory_of(model, shape, grid).parameters) for grid in (Grid(n, MACHINE) for n in (1, 2, 4, 8))
+    ]
+    assert found == sorted(found)
+    assert found[0][0] == 0
