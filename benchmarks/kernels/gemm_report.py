@@ -59,8 +59,9 @@ def _table(records: Iterable[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
             ours[key] = record
     for (operation, shape), line in ours.items():
         if "error" in line:
-            yield (operation, shape, f"wrong: {line['error']}", *[""] * 5)
-            continue
+            raise ValueError(
+                f"{operation}, {shape}: the result must be right, but got {line['error']}; measure it again"
+            )
         us, torchs_line = line["us"], torchs.get((operation, shape), {})
         torch = torchs_line.get("us")
         apart = None

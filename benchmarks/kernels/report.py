@@ -25,7 +25,7 @@ from .operators import OPERATIONS
 from .plot import draw, is_drawn
 from .results import Row, Run, load_run, processor, run_paths
 from .table import markdown
-from .targets import OURS, TARGETS, VERDICT_COLUMNS, judge, verdict_cells
+from .targets import OURS, PUBLIC, TARGETS, TRITON, VERDICT_COLUMNS, judge, verdict_cells
 
 __all__ = ["main", "newest_runs", "page", "pages", "summaries"]
 
@@ -183,10 +183,7 @@ def page(device: str, runs: Sequence[Run], pictures: dict[str, str]) -> str:
             rows = [row for row in run.rows if row.key == operation.key and row.us is not None]
             if rows:
                 parts.append(f"\n### {operation.key}\n\n" + _operation_table(rows))
-        failed = [row for row in run.rows if row.failed]
-        if failed:
-            parts.append("\n### Not timed: the result was wrong\n\n")
-            parts.append(markdown(("operation", "case", "impl", "why"), [_failure(row) for row in failed]))
+        parts.append(_failures(run))
     return "".join(parts)
 
 
@@ -266,8 +263,19 @@ def _ours(row: Row | None) -> tuple[str, ...]:
     )
 
 
-def _failure(row: Row) -> tuple[str, ...]:
-    return row.key, case_cells(row)[0], row.impl, row.check.removeprefix("failed: ")
+def _failures(run: Run) -> str:
+    """Table of other packages' failures; raises for one of this package, unless it refused the arguments."""
+    cells = []
+    for row in run.rows:
+        why = row.check.removeprefix("failed: ")
+        if not row.failed or why.startswith("INVALID_ARGUMENT"):
+            continue
+        case = case_cells(row)[0]
+        if row.impl.startswith((OURS, PUBLIC, TRITON)):
+            raise ValueError(f"{row.key}, {case}: {row.impl} must be right, but got {why}; measure it again")
+        cells.append((row.key, case, row.impl, why))
+    table = markdown(("operation", "case", "impl", "why"), cells)
+    return f"\n### Not timed: the result was wrong\n\n{table}" if cells else ""
 
 
 if __name__ == "__main__":

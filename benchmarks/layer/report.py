@@ -156,7 +156,13 @@ def cell(run: Run, shape: str, routing: str, implementation: str) -> str:
     line, eager = (run.found(shape, routing, implementation, mode) for mode in ("graph", "eager"))
     if line is not None and "error" in line:
         error = line["error"]
-        return "out of memory" if error.startswith("OutOfMemoryError") else f"wrong: {error[:60]}"
+        if error.startswith("OutOfMemoryError"):
+            return "out of memory"
+        if implementation == OURS:
+            raise ValueError(
+                f"{run.path.name}, {shape}: {implementation} must be right, but got {error}; measure it again"
+            )
+        return f"failed: {error[:60]}"
     texts = [] if line is None else [speeds(line)]
     if eager is not None and "error" not in eager:
         texts.append(f"({speeds(eager)})")
@@ -402,8 +408,13 @@ def main(results: Path = RESULTS, target: Path = PAGE) -> int:
         *map(bounds, sorted(results.glob("ncu/*-layer.jsonl"))),
         differences.section(results, ("layer", "layer-sonic", "layer-peers", "deepgemm")),
     ]
+    try:
+        text = page(runs, further)
+    except ValueError as error:
+        print(f"layer report: {error}", file=sys.stderr)
+        return 1
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(page(runs, further), encoding="utf-8")
+    target.write_text(text, encoding="utf-8")
     picture(runs).savefig(target.with_name(PICTURE), dpi=110)
     print(f"wrote {target} and {PICTURE}")
     return 0

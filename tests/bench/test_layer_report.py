@@ -66,10 +66,20 @@ def test_a_row_has_the_shape_all_implementations_and_the_memory(written):
     assert cells[-4:] == ["5 / 9", "3", "9", "7"]
 
 
-def test_a_wrong_result_is_shown_as_such(written):
-    wrong = {"shape": "mixtral", "routing": "even", "impl": "ours", "error": "out is 7 of its norm off"}
-    page = written(a=[MACHINE, line(), wrong])
-    assert "| wrong: out is 7 of its norm off |" in row_of(page, "mixtral")
+def test_a_wrong_result_of_this_package_is_refused(tmp_path, capsys):
+    wrong = {
+        "shape": "mixtral",
+        "routing": "even",
+        "impl": "ours",
+        "mode": "graph",
+        "error": "out is 7 of its norm off",
+    }
+    lines = "".join(json.dumps(each) + "\n" for each in (MACHINE, line(), wrong))
+    (tmp_path / "a-layer.jsonl").write_text(lines, encoding="utf-8")
+    assert report.main(tmp_path, tmp_path / "page.md") == 1
+    assert not (tmp_path / "page.md").exists()
+    message = "a-layer.jsonl, mixtral: ours must be right, but got out is 7 of its norm off; measure it again"
+    assert message in capsys.readouterr().err
 
 
 def test_the_newest_run_of_each_gpu_counts(written):
@@ -143,7 +153,7 @@ def test_beside_sonic_moe_a_shape_without_one_side_is_left_out_of_the_means(writ
     assert "* 1 shapes with n above 512: 0.50 forward, 4.00 backward" in section
     assert row_of(section, "mixtral").endswith("| 600 / 500 | (5 / 6) |  |")
     assert row_of(section, "olmoe").endswith("|  | 1 / 500 |  |")
-    assert row_of(section, "dsv3-4k").endswith("| 600 / 500 | wrong: out is off |  |")
+    assert row_of(section, "dsv3-4k").endswith("| 600 / 500 | failed: out is off |  |")
     assert row_of(section, "dsv3-16k").endswith("| 600 / 500 | out of memory |  |")
 
 
@@ -159,7 +169,7 @@ def test_beside_sonic_moe_it_is_said_who_is_faster_where(written):
 
 def test_beside_sonic_moe_nothing_is_said_of_speed_without_a_shape_of_both(written):
     section = beside_sonic_moe(written, line(), {**sonic_line(), "error": "ImportError: no"})
-    assert row_of(section, "ernie-21b").endswith("| 600 / 500 | wrong: ImportError: no |  |")
+    assert row_of(section, "ernie-21b").endswith("| 600 / 500 | failed: ImportError: no |  |")
     assert "geometric mean" not in section
     assert "faster" not in section
 

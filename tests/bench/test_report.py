@@ -198,7 +198,7 @@ def test_grouped_products_are_set_beside_torch_and_beside_two_launches(tmp_path)
     cut = [128, 256, 64, 8, 3, 8, 1, True]
     lines = [torchs("gathered", 6000.0), product("gathered", 4800.0), product("gathered", 1.0, cut)]
     lines += [torchs("gathered_in_load", 6000.0), product("gathered_in_load", 6400.0, [*cut[:-1], False])]
-    lines += [product("dw", 77.0), {"op": "dx", "impl": "triton", "config": None, "error": "rows are off"}]
+    lines += [product("dw", 77.0)]
     write_products(tmp_path / "results" / "gpu-grouped-gemm.jsonl", lines, commit="def456", triton="3.6")
     _, page = make(tmp_path)
     section = products_section(page)
@@ -208,8 +208,23 @@ def test_grouped_products_are_set_beside_torch_and_beside_two_launches(tmp_path)
     assert "| gathered | dsv3 | **4800** | 123 | 6000 | 1.25 |  |  |" in section
     assert "| gathered_in_load | dsv3 | **6400** | 123 | 6000 | 0.94 | 4800 | 0.75 |" in section
     assert "| dw | dsv3 | **77** | 123 |  |  |  |  |" in section
-    assert "| dx | dsv3 | wrong: rows are off |" in section
     assert "| gathered | dsv3 | **1** |" not in section, "only the default configuration"
+
+
+def test_wrong_results_of_this_package_are_refused_and_refused_arguments_left_out(tmp_path, capsys):
+    wrong = {**product("dx", 1.0), "error": "rows are off"}
+    write(
+        tmp_path / "results" / "run.jsonl",
+        [timed(4.0), replace(ROW, impl="core", check="failed: INVALID_ARGUMENT: topk")],
+    )
+    assert "INVALID_ARGUMENT" not in make(tmp_path)[1]
+    write_products(tmp_path / "results" / "gpu-grouped-gemm.jsonl", [wrong])
+    assert make(tmp_path)[0] == 1
+    assert "dx, dsv3: the result must be right, but got rows are off; measure it again" in capsys.readouterr().err
+    (tmp_path / "results" / "gpu-grouped-gemm.jsonl").unlink()
+    write(tmp_path / "results" / "run.jsonl", [timed(4.0), replace(ROW, impl="core", check="failed: out: 1")])
+    assert make(tmp_path)[0] == 1
+    assert "tileops-32: core must be right, but got out: 1; measure it again" in capsys.readouterr().err
 
 
 def test_only_the_newest_grouped_products_count(tmp_path):

@@ -40,6 +40,8 @@ def _core(core: CoreCalls, _: Operation, inputs: Inputs) -> Body:
 def _core_row_id_map(core: CoreCalls, _: Operation, inputs: Any) -> Body:
     """TransformerEngine's map, as it makes it."""
     plan = inputs.problem.plan
+    if plan.topk > plan.num_experts:
+        raise Unsupported("a mask names an expert once")
     maps = core_maps(inputs, ("token_rows", "row_to_expert"))
     route = core_route_params(core, inputs, maps, inputs.mask, inputs.probs_by_expert)
     row_id_map = inputs.empty(plan.num_tokens, 2 * plan.num_experts + 1)
