@@ -34,6 +34,7 @@ from ..mlp import (
 from ..routing import Plan, as_plan, check_weights, row_probs, tokens_of
 from ._common import Size, described, initial, sizes, weight
 from ._quantized import codes_of, matrices_of, refuse_sharded_state, replace_matrices, values_of
+from .microbatches import warn_of_codes_for_few_rows
 
 _NAME = "SwiGLUExperts"
 
@@ -398,6 +399,8 @@ def _combined(
     by_slot = probs is not None and check_weights(name, "probs", probs, plan)
     _checks.same_place(name, rows=x, gate_up=gate_up, plan=plan.row_to_token, probs=probs)
     matrices = _matrices_of_call(name, kept, x, gate_up, down, is_first_microbatch)
+    if compute is not None and matrices is None and not is_graph_value(x):
+        warn_of_codes_for_few_rows(name, x, plan.num_rows, sizes_of[0])
     layer = LayerOptions(activation, False, keep, workspace_mb, accumulate, compute)
     operands = x, gate_up, down, probs, gate_up_bias, down_bias
     return outputs_of(prepared_layer(plan, operands, by_slot, layer, matrices))

@@ -4,11 +4,15 @@
 
 from __future__ import annotations
 
-from paddle import nn
+from paddle import Tensor, nn
 
 from .. import _checks
+from .._graphs import is_on_gpu
 from ..backends import Float8Matrices
 from ..backends.experts import make_default, make_watching
+from ._common import warn_user
+
+_FEW_ROWS = 1024  # for each expert
 
 
 def set_is_first_microbatch(model: nn.Layer) -> int:
@@ -92,6 +96,26 @@ def keep_float8_matrices(model: nn.Layer) -> int:
     for each in keeping:
         make_watching(each)
     return len(keeping)
+
+
+def warn_of_codes_for_few_rows(layer: str, rows: Tensor, num_rows: int, num_experts: int) -> None:
+    """Warn if a pass on a GPU quantises all matrices for few rows, which takes longer than float8 GEMMs save.
+
+    Measured on an H200 (``benchmarks/results/h200-layer.jsonl``): with up to 512 rows for each expert such layers are
+    slower than in bfloat16, and with kept matrices faster.
+
+    Args:
+        layer: the name that begins the warning.
+        rows: any tensor of the pass.
+        num_rows: rows of all experts.
+        num_experts: E.
+    """
+    if 0 < num_rows < _FEW_ROWS * num_experts and is_on_gpu(rows):
+        warn_user(
+            f"{layer}: for {num_rows} rows of {num_experts} experts, quantising the matrices in each pass takes longer "
+            "than float8 saves; call paddle_moe_ops.nn.keep_float8_matrices(model) once, which quantises them after "
+            "each change"
+        )
 
 
 def _caches_of(function: str, model: nn.Layer) -> list[Float8Matrices]:

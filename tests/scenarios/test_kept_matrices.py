@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 
 import numpy as np
 import paddle
@@ -15,7 +16,7 @@ from paddle.jit.dy2static.convert_call_func import convert_call
 
 from paddle_moe_ops.backends import layers
 from paddle_moe_ops.backends.arrays import to_numpy
-from paddle_moe_ops.nn import MoELayer, keep_float8_matrices, set_is_first_microbatch
+from paddle_moe_ops.nn import MoELayer, keep_float8_matrices, microbatches, set_is_first_microbatch
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
 pytestmark = [pytest.mark.compiled_only, pytest.mark.cpu_only]
@@ -281,3 +282,21 @@ def test_only_layers_are_taken():
     with pytest.raises(TypeError, match=r"keep_float8_matrices: model must be a paddle\.nn\.Layer, but got list"):
         keep_float8_matrices([new_layer()])
     assert keep_float8_matrices(MoELayer(H, INNER, E, K)) == 0
+
+
+@pytest.mark.parametrize(("num_tokens", "warns"), [(5 * 1024, False), (5 * 1024 - 1, True), (0, False)])
+def test_a_layer_on_a_gpu_warns_if_it_quantises_in_each_pass_for_few_rows(num_tokens, warns, monkeypatch):
+    monkeypatch.setattr(microbatches, "is_on_gpu", lambda tensor: True)
+    layer, x = MoELayer(8, 4, 5, 1, norm_topk_prob=False, compute="fp8_1x128"), paddle.zeros([num_tokens, 8])
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        layer(x)
+    expected = (
+        f"MoELayer: for {num_tokens} rows of 5 experts, quantising the matrices in each pass takes longer than float8 "
+        "saves; call paddle_moe_ops.nn.keep_float8_matrices(model) once, which quantises them after each change"
+    )
+    assert [str(each.message) for each in given] == [expected] * warns
+    keep_float8_matrices(layer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(x)
