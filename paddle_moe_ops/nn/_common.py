@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from paddle import Tensor, nn
@@ -59,6 +59,16 @@ class Size(int):
 def sizes(function: str, **given: Any) -> list[Size]:
     """Check sizes, ints >= 1."""
     return [Size(_checks.integer(function, name, size, 1)) for name, size in given.items()]
+
+
+def casting_others(func: Callable[..., Tensor], kept: Sequence[Tensor | None]) -> Callable[..., Tensor]:
+    """A function for ``nn.Layer._apply``, by which Paddle casts and moves layers, that casts no tensor of ``kept``."""
+
+    def cast(tensor: Tensor, device: Any, dtype: Any, blocking: Any) -> Tensor:
+        is_kept = any(tensor is each for each in kept)
+        return func(tensor, device, tensor.dtype if is_kept else dtype, blocking)
+
+    return cast
 
 
 def described(weight: Tensor, **settings: Any) -> str:

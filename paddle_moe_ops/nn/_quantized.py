@@ -55,8 +55,11 @@ def matrices_of(codes: tuple[Tensor, ...], matrix_format: str) -> tuple[Quantize
     return first, QuantizedMatrices(down, down_scales, matrix_format, True)
 
 
-def values_of(experts: Any, dtype: Any) -> tuple[Tensor, Tensor]:
-    """The values of both matrices, [E, H, 2 * I] and [E, I, H], rounded to ``dtype``."""
+def values_of(experts: Any, name: str, argument: str, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The values of both matrices, [E, H, 2 * I] and [E, I, H], rounded to the dtype of rows that are not combined."""
+    if experts.matrix_format == FLOAT8_FORMAT:
+        _checks.bad_value(name, "combine", f"True with codes of {FLOAT8_FORMAT}", False)
+    dtype = _checks.operand(name, argument, rows, experts.stored, getattr(rows, "shape", [])).dtype
     gate_up, down = matrices_of(codes_of(experts), experts.matrix_format)
     values = dequantized(gate_up, experts.hidden_size, dtype), dequantized(down, experts.intermediate_size, dtype)
     return values[0].transpose([0, 2, 1]), values[1].transpose([0, 2, 1])

@@ -32,7 +32,7 @@ from ..mlp import (
     prepared_quantized_layer,
 )
 from ..routing import Plan, as_plan, check_weights, row_probs, tokens_of
-from ._common import Size, described, initial, sizes, weight
+from ._common import Size, casting_others, described, initial, sizes, weight
 from ._quantized import codes_of, matrices_of, refuse_sharded_state, replace_matrices, values_of
 from .microbatches import warn_of_codes_for_few_rows
 
@@ -142,8 +142,9 @@ class SwiGLUExperts(nn.Layer):
 
         The weights become None, and the layer has the buffers ``gate_up_codes``, ``gate_up_scales``, ``down_codes`` and
         ``down_scales``, which `state_dict` and saved programs contain. To load such a state, quantise a new layer
-        first. ``compute``, ``accumulate`` and ``is_first_microbatch`` no longer have an effect; gradients of rows and
-        biases stay. Codes of a float8 checkpoint can be set by ``set_state_dict`` as well, as int8 bytes.
+        first. A cast of the layer does not change them. ``compute``, ``accumulate`` and ``is_first_microbatch`` no longer
+        have an effect; gradients of rows and biases stay. Calls with float8 codes must combine rows. Codes of a float8
+        checkpoint can be set by ``set_state_dict`` as well, as int8 bytes.
 
         Args:
             format: a format of `QuantizedMatrices`; "fp8_128x128" without biases and with SwiGLU only.
@@ -164,10 +165,17 @@ class SwiGLUExperts(nn.Layer):
         self.memory_options |= {"accumulate": False, "keep": "x" if self.memory_options["keep"] == "x" else "h"}
         return self
 
+    def _apply(self, func: Any, device: Any, dtype: Any, blocking: Any, include_sublayers: bool = True) -> None:
+        """Move and cast the layer for Paddle; codes and scales are only moved."""
+        kept = () if self.matrix_format is None else codes_of(self)
+        super()._apply(casting_others(func, kept), device, dtype, blocking, include_sublayers)
+
     @property
     def stored(self) -> Tensor:
-        """A tensor with the experts' matrices or codes, for checks of dtypes and devices."""
-        return self.gate_up if self.matrix_format is None else self.gate_up_codes
+        """A tensor of the dtype that rows must have, or codes if any dtype will do."""
+        if self.matrix_format is None:
+            return self.gate_up
+        return self.gate_up_codes if self.gate_up_bias is None else self.gate_up_bias
 
     def draw_those_of(self, rank: int, num_ranks: int) -> None:
         """Draw the weights of every rank's experts and keep those of one, for ranks that started with one seed.
@@ -254,19 +262,17 @@ class SwiGLUExperts(nn.Layer):
             options = self.memory_options
             if self.matrix_format is not None:
                 biases = self.gate_up_bias, self.down_bias
-                how = self._name_in_errors, options["keep"], options["workspace_mb"]
-                return _combined_codes(
-                    rows, codes_of(self), self.matrix_format, *biases, sizes_of, self.activation, plan, probs, *how
-                )
+                rest = sizes_of, self.activation, plan, probs, self._name_in_errors
+                how = options["keep"], options["workspace_mb"]
+                return _combined_codes(rows, codes_of(self), self.matrix_format, *biases, *rest, *how)
             experts = _Parameters(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
             # Built without `|=` on a dictionary, at which tracing by bytecode stops.
             rest = self.compute, self.float8_matrices, is_first_microbatch, self._name_in_errors, self.training
             return _combined(rows, experts, sizes_of, self.activation, plan, probs, *rest, **options)
+        how = sizes_of, self.activation
         if plan is not None:
-            return _by_plan(rows, self._parameters_of_rows(rows), sizes_of, self.activation, plan, probs, "rows")
-        return _by_counts(
-            rows, self._parameters_of_rows(rows), sizes_of, self.activation, tokens_per_expert, padding_alignment
-        )
+            return _by_plan(rows, self._parameters_of_rows("rows", rows), *how, plan, probs, "rows")
+        return _by_counts(rows, self._parameters_of_rows("rows", rows), *how, tokens_per_expert, padding_alignment)
 
     @not_to_static
     def weighted_rows(self, x: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
@@ -288,13 +294,14 @@ class SwiGLUExperts(nn.Layer):
             ValueError: an argument of the wrong shape; a plan of another number of experts.
         """
         sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
-        return _by_plan(x, self._parameters_of_rows(x), sizes_of, self.activation, plan, probs, "x")
+        return _by_plan(x, self._parameters_of_rows("x", x), sizes_of, self.activation, plan, probs, "x")
 
-    def _parameters_of_rows(self, rows: Tensor) -> _Parameters:
+    def _parameters_of_rows(self, argument: str, rows: Tensor) -> _Parameters:
         """The parameters for calls that `moe_mlp` does not run."""
         if self.compute is not None:
             _checks.bad_value(_NAME, "combine", f"True with compute={self.compute!r}", False)
-        gate_up, down = (self.gate_up, self.down) if self.matrix_format is None else values_of(self, rows.dtype)
+        is_plain = self.matrix_format is None
+        gate_up, down = (self.gate_up, self.down) if is_plain else values_of(self, _NAME, argument, rows)
         given = _Parameters(gate_up, down, self.gate_up_bias, self.down_bias)
         if not _accumulates(_NAME, rows, self.training, accumulate=self.memory_options["accumulate"]):
             return given
@@ -422,7 +429,7 @@ def _combined_codes(
     workspace_mb: int,
 ) -> Tensor:
     """`_combined` with `_quantized.codes_of` a layer; tracing by bytecode passes tensors alone through."""
-    plan = _plan_of_tokens(name, "rows", x, plan, codes[0], *sizes_of[:2])
+    plan = _plan_of_tokens(name, "rows", x, plan, codes[0] if gate_up_bias is None else gate_up_bias, *sizes_of[:2])
     by_slot = probs is not None and check_weights(name, "probs", probs, plan)
     _checks.same_place(name, rows=x, gate_up_codes=codes[0], plan=plan.row_to_token, probs=probs)
     layer = LayerOptions(activation, True, keep, workspace_mb, False, None)

@@ -27,6 +27,7 @@ from .._graphs import (
     ready_for_matmul,
 )
 from ..backends import RouteSpec
+from ..backends.quantized import FLOAT8_FORMAT
 from ..expert_parallel.agreement import group_of, raising_together
 from ..expert_parallel.alltoall import check_travel
 from ..expert_parallel.dispatch import ExpertParallel, parallel_of_agreed, telling_of_errors
@@ -297,7 +298,7 @@ class MoELayer(nn.Layer):
             this layer.
 
         Raises:
-            ValueError: as `SwiGLUExperts.quantize`.
+            ValueError: as `SwiGLUExperts.quantize`; "fp8_128x128" with a group whose rows come back one by one.
 
         Examples:
             >>> import paddle
@@ -306,12 +307,16 @@ class MoELayer(nn.Layer):
             >>> layer(paddle.randn([3, 64])).shape
             [3, 64]
         """
+        if format == FLOAT8_FORMAT and self.parallel is not None and self.config.combine != "reduced":
+            _checks.bad_value(_NAME, "format", 'one of integer codes with combine="exact" between ranks', repr(format))
         self.experts.quantize(format)
         return self
 
     def _routed(self, x: Tensor, mask: Tensor | None) -> tuple[Any, ...]:
         """The tokens [T, H], their mask [T], and the router's output."""
-        tokens = _tokens(x, self.experts.stored, self.hidden_size)
+        # codes go with tokens of any dtype, and shared experts do not
+        frozen = self.experts.matrix_format is not None and self.shared is not None
+        tokens = _tokens(x, self.shared.gate_up if frozen else self.experts.stored, self.hidden_size)
         kept = None if mask is None else _mask(mask, x)
         return tokens, kept, *self.router(tokens, kept)
 

@@ -28,7 +28,7 @@ from .._graphs import (
 )
 from ..backends import TopkSpec, resolve
 from ..routing import check_groups
-from ._common import Size, described, misnamed, sizes, warn_user, weight
+from ._common import Size, casting_others, described, misnamed, sizes, warn_user, weight
 
 SCORING = ("softmax", "sigmoid")
 _INTEGERS = (paddle.int32, paddle.int64, paddle.int16, paddle.int8, paddle.uint8, paddle.bool)
@@ -245,12 +245,8 @@ class TopKRouter(nn.Layer):
         self.correction_bias.set_value(self.correction_bias.astype("float32") + step)
 
     def _apply(self, func: Any, device: Any, dtype: Any, blocking: Any, include_sublayers: bool = True) -> None:
-        """Paddle casts and moves a layer by this method; the bias is only moved."""
-
-        def cast(tensor: Tensor, device: Any, dtype: Any, blocking: Any) -> Tensor:
-            return func(tensor, device, tensor.dtype if tensor is self.correction_bias else dtype, blocking)
-
-        super()._apply(cast, device, dtype, blocking, include_sublayers)
+        """Move and cast the layer for Paddle; the bias is only moved."""
+        super()._apply(casting_others(func, [self.correction_bias]), device, dtype, blocking, include_sublayers)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

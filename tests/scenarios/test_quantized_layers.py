@@ -173,6 +173,67 @@ def test_copies_serve_alike(format):
     assert f"matrix_format={format}" in repr(layer.experts)
 
 
+@BY_FORMAT
+@pytest.mark.parametrize("cast", [lambda layer: layer.to(dtype="bfloat16"), lambda layer: layer.bfloat16()])
+def test_a_quantised_layer_is_cast_around_its_codes(cast, format):
+    layer, x = new_layer().quantize_experts(format), paddle.randn([9, H])
+    codes = {name: each.clone() for name, each in layer.experts.named_buffers()}
+    exact = layer(x)
+    cast(layer)
+    assert layer.router.weight.dtype == paddle.bfloat16
+    for name, each in layer.experts.named_buffers():
+        assert_bits_equal(each, codes[name], what=name)
+    assert error_of(layer(x.astype("bfloat16")), exact) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("options", "call", "message"),
+    [
+        ({}, lambda layer, x: layer(x.astype("bfloat16")), "MoELayer: x must be of dtype float32, but got bfloat16"),
+        (
+            {"expert_bias": True, "num_shared_experts": 0},
+            lambda layer, x: layer(x.astype("bfloat16")),
+            "MoELayer: x must be of dtype float32, but got bfloat16",
+        ),
+        (
+            {"expert_bias": True},
+            lambda layer, x: layer.experts(x.astype("bfloat16"), [x.shape[0], 0, 0, 0, 0, 0]),
+            "SwiGLUExperts: rows must be of dtype float32, but got bfloat16",
+        ),
+        (
+            {},
+            lambda layer, x: layer.experts(x.astype("float64"), [x.shape[0], 0, 0, 0, 0, 0]),
+            "SwiGLUExperts: rows must be of dtype bfloat16, float16 or float32, but got float64",
+        ),
+        (
+            {},
+            lambda layer, x: layer.experts(None, [0] * E),
+            "SwiGLUExperts: rows must be a paddle.Tensor, but got NoneType",
+        ),
+        (
+            {},
+            lambda layer, x: layer.experts.weighted_rows(
+                x.numpy(), route(paddle.zeros([5, 1], "int32"), num_experts=E), None
+            ),
+            "SwiGLUExperts: x must be a paddle.Tensor, but got ndarray",
+        ),
+    ],
+    ids=range(6),
+)
+def test_bad_tokens_of_a_quantised_layer_are_named(options, call, message):
+    layer = new_layer(**options).quantize_experts("int8")
+    with pytest.raises(TypeError, match=message):
+        call(layer, paddle.randn([5, H]))
+
+
+def test_rows_of_float8_codes_must_be_combined():
+    experts = SwiGLUExperts(E, H, INNER).quantize("fp8_128x128")
+    with pytest.raises(
+        ValueError, match="SwiGLUExperts: combine must be True with codes of fp8_128x128, but got False"
+    ):
+        experts(paddle.randn([2, H]), [2, 0, 0, 0, 0, 0])
+
+
 def test_rows_that_are_not_combined_are_those_of_the_values():
     experts = SwiGLUExperts(E, H, INNER).quantize("int4_1x128")
     exact = SwiGLUExperts(E, H, INNER)
