@@ -16,6 +16,7 @@ from ._graphs import is_graph_value, untraced
 from ._matrices import Matrices, listed
 from .backends import OPERATORS, explain_operators, resolve
 from .backends.autograd import wants_gradient
+from .backends.quantized import QuantizedMatrices
 from .backends.stacking import view_of
 from .mlp import Prepared, moe_mlp, prepared
 
@@ -98,9 +99,11 @@ def _lines_of_layer(arguments: tuple[Any, ...], options: dict[str, Any]) -> list
     matrices = [listed(given[name]) for name in ("gate_up", "down")]
     name, tokens = call.backend.name, call.operands[0]
     if call.why_composed is None:
+        is_quantized = isinstance(call.operands[1], QuantizedMatrices)
+        why = f"grouped_gemm of these tokens runs on {name}, and SwiGLU without biases is one layer there"
         return [
             f"{_LAYER}: {name}, as one layer",
-            f"why: grouped_gemm of these tokens runs on {name}, and SwiGLU without biases is one layer there",
+            f"why: {'SwiGLU of codes, without biases, is one layer there' if is_quantized else why}",
             _kept(call, matrices, any(wanted)),
             *call.backend.explain_moe_mlp(*call.operands[:4], call.spec, wanted),
         ]
@@ -112,6 +115,8 @@ def _lines_of_layer(arguments: tuple[Any, ...], options: dict[str, Any]) -> list
 
 def _wants_gradient(given: Any) -> bool:
     given = listed(given)
+    if isinstance(given, QuantizedMatrices):
+        return False
     return wants_gradient(*(given if isinstance(given, Sequence) else (given,)))
 
 
@@ -124,12 +129,17 @@ def _backend_of(operator: str, like: Tensor) -> str:
 
 def _kept(call: Prepared, given: list[Matrices], wants_any: bool) -> str:
     """The line on the tensors that a layer keeps for its backward pass."""
-    tokens, _, down, *_ = call.operands
+    tokens, gate_up, down, *_ = call.operands
     spec, in_graph = call.spec, is_graph_value(tokens)
     if not wants_any and not in_graph:
         return "kept: nothing, since no gradient is wanted"
-    matrix = down[0] if isinstance(down, Sequence) else down
-    rows, columns = spec.plan.num_rows, 2 * matrix.shape[-1 if spec.transpose else -2]
+    rows, copied = spec.plan.num_rows, 0
+    if isinstance(gate_up, QuantizedMatrices):
+        columns = gate_up.num_outputs
+    else:
+        matrix = down[0] if isinstance(down, Sequence) else down
+        columns = 2 * matrix.shape[-1 if spec.transpose else -2]
+        copied = 0 if in_graph else sum(map(_bytes_of_copies, given, call.operands[1:3]))
     item = 4 if tokens.dtype == paddle.float32 else 2
     what, size = "the tokens", tokens.shape[0] * tokens.shape[1] * item
     if spec.keeps_hidden and spec.hidden_in_float8 and not in_graph:
@@ -140,7 +150,6 @@ def _kept(call: Prepared, given: list[Matrices], wants_any: bool) -> str:
         what, size = "the tokens and the first product", size + rows * columns * item
     known = min(*tokens.shape, rows, columns) >= 0
     said = f"kept: {what}, {f'{size} bytes' if known else 'of sizes that the graph finds out'}, and the maps"
-    copied = 0 if in_graph else sum(map(_bytes_of_copies, given, call.operands[1:3]))
     return f"{said}; and copies of matrices, {copied} bytes" if copied else said
 
 

@@ -272,7 +272,14 @@ def test_a_layer_is_quantised_once_and_the_formats_are_named():
         layer.quantize_experts("int8")
 
 
-def test_explain_names_the_operator():
-    matrices = quantize_experts(paddle.ones([E, H, 2 * INNER]), paddle.ones([E, INNER, H]), format="int8")
-    plan = route(paddle.zeros([3, 1], "int32"), num_experts=E)
-    assert "moe_mlp_quantized" in explain("moe_mlp", paddle.ones([3, H]), plan, None, *matrices)
+@BY_FORMAT
+@pytest.mark.parametrize("keep", ["h", "x"])
+def test_explain_names_the_operator_and_what_it_keeps(keep, format):
+    matrices = quantize_experts(paddle.ones([E, H, 2 * INNER]), paddle.ones([E, INNER, H]), format=format)
+    plan, x = route(paddle.zeros([3, 1], "int32"), num_experts=E), paddle.ones([3, H])
+    x.stop_gradient = False
+    said = dict(line.split(": ", 1) for line in explain("moe_mlp", x, plan, None, *matrices, keep=keep).splitlines())
+    assert said["runs as"] == "the operator moe_mlp_quantized of the compiled library"
+    assert said["why"] == "SwiGLU of codes, without biases, is one layer there"
+    kept = "the tokens, 1920 bytes" if keep == "x" else "the tokens and the first product, 4992 bytes"
+    assert said["kept"] == f"{kept}, and the maps"
