@@ -170,8 +170,10 @@ def quantize_experts(
         _checks.of_dygraph(name, argument, given)
     matrices(name, "gate_up", gate_up, _checks.SUM_DTYPES, ["E", "rows", "columns"])
     first = next(iter(named("gate_up", gate_up).values()))
+    if 0 in first.shape:
+        _checks.bad_value(name, "gate_up", "of sizes >= 1", list(first.shape))
     hidden, columns = first.shape[-2:][::-1] if transpose else first.shape[-2:]
-    if columns % 2 or columns == 0:
+    if columns % 2:
         _checks.bad_value(name, "gate_up", EVEN_COLUMNS, columns)
     shape = [len(gate_up), *((hidden, columns // 2) if transpose else (columns // 2, hidden))]
     matrices(name, "down", down, (first.dtype,), shape)

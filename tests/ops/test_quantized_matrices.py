@@ -328,6 +328,10 @@ def test_keeping_hidden_in_float8_is_refused(place):
         ({"transpose": 1}, TypeError, "transpose must be a bool"),
         ({"gate_up": np.ones((2, 4, 6))}, TypeError, "gate_up must be a paddle.Tensor"),
         ({"gate_up": paddle.ones([2, 4, 5])}, ValueError, "gate_up must be of 2 * n columns"),
+        ({"gate_up": paddle.ones([0, 4, 6])}, ValueError, "gate_up must be of sizes >= 1"),
+        ({"gate_up": paddle.ones([2, 0, 6])}, ValueError, "gate_up must be of sizes >= 1"),
+        ({"gate_up": [paddle.ones([0, 6])] * 2}, ValueError, "gate_up must be of sizes >= 1"),
+        ({"gate_up": paddle.ones([2, 4, 0])}, ValueError, "gate_up must be of sizes >= 1"),
         ({"down": paddle.ones([2, 4, 4])}, ValueError, "down must be of shape [2, 3, 4], but got [2, 4, 4]"),
         (
             {"down": paddle.ones([2, 3, 4]).astype("float16")},
