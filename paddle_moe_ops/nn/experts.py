@@ -142,8 +142,8 @@ class SwiGLUExperts(nn.Layer):
 
         The weights become None, and the layer has the buffers ``gate_up_codes``, ``gate_up_scales``, ``down_codes`` and
         ``down_scales``, which `state_dict` and saved programs contain. To load such a state, quantise a new layer
-        first. A cast of the layer does not change them. ``compute``, ``accumulate`` and ``is_first_microbatch`` no longer
-        have an effect; gradients of rows and biases stay. Calls with float8 codes must combine rows. Codes of a float8
+        first. A cast of the layer does not change them. ``compute``, ``accumulate`` and ``is_first_microbatch`` have no
+        effect then; gradients of rows and biases stay. Calls with float8 codes must combine rows. Codes of a float8
         checkpoint can be set by ``set_state_dict`` as well, as int8 bytes.
 
         Args:
@@ -262,17 +262,18 @@ class SwiGLUExperts(nn.Layer):
             options = self.memory_options
             if self.matrix_format is not None:
                 biases = self.gate_up_bias, self.down_bias
-                rest = sizes_of, self.activation, plan, probs, self._name_in_errors
-                how = options["keep"], options["workspace_mb"]
-                return _combined_codes(rows, codes_of(self), self.matrix_format, *biases, *rest, *how)
+                how = self._name_in_errors, options["keep"], options["workspace_mb"]
+                return _combined_codes(
+                    rows, codes_of(self), self.matrix_format, *biases, sizes_of, self.activation, plan, probs, *how
+                )
             experts = _Parameters(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
             # Built without `|=` on a dictionary, at which tracing by bytecode stops.
             rest = self.compute, self.float8_matrices, is_first_microbatch, self._name_in_errors, self.training
             return _combined(rows, experts, sizes_of, self.activation, plan, probs, *rest, **options)
-        how = sizes_of, self.activation
+        given = self._parameters_of_rows("rows", rows)
         if plan is not None:
-            return _by_plan(rows, self._parameters_of_rows("rows", rows), *how, plan, probs, "rows")
-        return _by_counts(rows, self._parameters_of_rows("rows", rows), *how, tokens_per_expert, padding_alignment)
+            return _by_plan(rows, given, sizes_of, self.activation, plan, probs, "rows")
+        return _by_counts(rows, given, sizes_of, self.activation, tokens_per_expert, padding_alignment)
 
     @not_to_static
     def weighted_rows(self, x: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:

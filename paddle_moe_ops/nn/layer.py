@@ -314,9 +314,10 @@ class MoELayer(nn.Layer):
 
     def _routed(self, x: Tensor, mask: Tensor | None) -> tuple[Any, ...]:
         """The tokens [T, H], their mask [T], and the router's output."""
-        # codes go with tokens of any dtype, and shared experts do not
-        frozen = self.experts.matrix_format is not None and self.shared is not None
-        tokens = _tokens(x, self.shared.gate_up if frozen else self.experts.stored, self.hidden_size)
+        weights = self.experts.stored
+        if self.experts.matrix_format is not None and self.shared is not None:
+            weights = self.shared.gate_up  # codes go with tokens of any dtype
+        tokens = _tokens(x, weights, self.hidden_size)
         kept = None if mask is None else _mask(mask, x)
         return tokens, kept, *self.router(tokens, kept)
 

@@ -118,6 +118,7 @@ def bad_arguments() -> list[str]:
         caught(lambda: ep.combine(received.rows[1:], received)),
         caught(lambda: ep.combine(received.rows[:, :0], received)),
         caught(lambda: MoELayer(2, 3, 4, 1, group=paddle.distributed.get_group(0), compute="fp8_1x128")),
+        caught(lambda: layer.quantize_experts("fp8_128x128")),
         caught(
             lambda: shard_state_dict(
                 {"experts.gate_up": paddle.zeros([4, 2, 6]), "experts.down": paddle.zeros([3, 3, 2])}, layer
@@ -148,6 +149,8 @@ def test_bad_arguments_raise_what_is_wrong():
         "ValueError: ExpertParallel.combine: out must be of shape [4, hidden], the rows of received, but got [3, 2]",
         "ValueError: ExpertParallel.combine: out must be of shape [4, hidden] with hidden >= 1, but got [4, 0]",
         "ValueError: MoELayer: compute must be None with combine=\"exact\" between ranks, but got 'fp8_1x128'",
+        'ValueError: MoELayer: format must be one of integer codes with combine="exact" between ranks, '
+        "but got 'fp8_128x128'",
         "ValueError: shard_state_dict: state['experts.down'] must be of shape [4, 3, 2], the experts of 2 ranks, "
         "but got [3, 3, 2]",
     ]
