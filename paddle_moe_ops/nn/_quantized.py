@@ -36,6 +36,7 @@ def replace_matrices(experts: Any, name: str, matrix_format: str) -> None:
     transposed = [getattr(experts, each).detach().transpose([0, 2, 1]) for each in _MATRICES]
     made = quantize_experts(*transposed, format=matrix_format, transpose=True)
     for matrix, codes in zip(_MATRICES, made, strict=True):
+        delattr(experts, matrix)  # paddle.summary fails at a parameter that is None
         setattr(experts, matrix, None)
         stored = codes.codes.view("int8") if matrix_format == FLOAT8_FORMAT else codes.codes
         experts.register_buffer(f"{matrix}_codes", stored)

@@ -283,3 +283,11 @@ def test_explain_names_the_operator_and_what_it_keeps(keep, format):
     assert said["why"] == "SwiGLU of codes, without biases, is one layer there"
     kept = "the tokens, 1920 bytes" if keep == "x" else "the tokens and the first product, 4992 bytes"
     assert said["kept"] == f"{kept}, and the maps"
+
+
+def test_paddle_summary_lists_a_quantised_layer():
+    layer = new_layer().quantize_experts("int8")
+    said = paddle.summary(layer, (3, H))
+    assert said["total_params"] == H * E + 3 * H * INNER  # of the router and the shared expert
+    assert layer.experts.gate_up is None
+    assert layer(paddle.randn([3, H])).shape == [3, H]
