@@ -480,7 +480,7 @@ def check_groups(
         _checks.bad_value(function, "num_groups", f"a divisor of num_experts={num_experts}", num_groups)
     topk_groups = num_groups if topk_groups is None else _checks.integer(function, "topk_groups", topk_groups, 1)
     if topk_groups > num_groups:
-        _checks.bad_value(function, "topk_groups", f"at most num_groups={num_groups}", topk_groups)
+        _checks.bad_value(function, "topk_groups", f"at most {num_groups}, the number of groups", topk_groups)
     _checks.integer(function, "scores_per_group", scores_per_group, 1)
     candidates = num_experts // num_groups * topk_groups
     if top_k > candidates:

@@ -354,7 +354,7 @@ BAD = {
     "topk_groups": (
         {"num_groups": 3, "topk_groups": 4},
         ValueError,
-        "topk_groups must be at most num_groups=3, but got 4",
+        "topk_groups must be at most 3, the number of groups, but got 4",
     ),
     "scores_per_group": (
         {"scores_per_group": 0},

@@ -35,7 +35,7 @@ BAD_VALUES = [
     ("moe_topk_select", {"moe_topk": E + 1}, "moe_topk must be at most 3, the experts to choose from, but got 4"),
     ("moe_topk_select", {"bias": ones(2, E)}, "bias must be of shape [3] or [1, 3], but got [2, 3]"),
     ("noaux_tc", {"n_group": 2}, "n_group must be a divisor of num_experts=3, but got 2"),
-    ("noaux_tc", {"topk_group": 2}, "topk_group must be at most num_groups=1, but got 2"),
+    ("noaux_tc", {"topk_group": 2}, "topk_group must be at most 1, the number of groups, but got 2"),
     ("noaux_tc", {"topk": 4}, "topk must be at most 3, the experts to choose from, but got 4"),
     (
         "noaux_tc",
@@ -68,6 +68,11 @@ BAD_VALUES = [
         {"permute_indices_per_token": np.int32([[0, 1, 2, 3, 4], [5, 6, 7, 8, 0]])},
         "permute_indices_per_token must name a row at most once, "
         "but row 0 is at token 0, slot 0 and at token 4, slot 1",
+    ),
+    (
+        "moe_expert_reduce",
+        {"top_k_indices": np.full((T, K), E), "down_proj_bias": ones(E, H)},
+        "top_k_indices must hold expert ids in [-1, 3), but token 0, slot 0 holds 3",
     ),
     (
         "moe_expert_ffn",
@@ -110,6 +115,21 @@ BAD_VALUES = [
         "ep_moe_expert_dispatch",
         {"token_nums_per_expert": []},
         "token_nums_per_expert must be a list of one int for each expert, but got []",
+    ),
+    (
+        "ep_moe_expert_dispatch",
+        {"token_nums_this_rank": 3},
+        "token_nums_this_rank must be at least 7, the rows up to the last slot, but got 3",
+    ),
+    (
+        "ep_moe_expert_dispatch_fp8",
+        {"num_experts_per_rank_padded_tensor": np.int32([3, 1, 2])},
+        "num_experts_per_rank_padded_tensor must be at least [3, 2, 2], the slots of each expert, but got [3, 1, 2]",
+    ),
+    (
+        "ep_moe_expert_dispatch_fp8",
+        {"token_nums_this_rank_padded": 3},
+        "token_nums_this_rank_padded must be at least 18, the rows up to the last slot, but got 3",
     ),
     (
         "ep_moe_expert_dispatch_fp8",
@@ -157,6 +177,11 @@ BAD_VALUES = [
         "to_weight_quantize",
         {"codes": np.ones((E, 32, 4), np.int8)},
         "codes must be of shape [num_experts, in, out], in a multiple of 64 and out of 4, but got [3, 32, 4]",
+    ),
+    (
+        "to_weight_quantize",
+        {"codes": np.full((1, 64, 4), 8, np.int8)},
+        "codes must be from -8 to 7 for weight_only_int4, but got 8",
     ),
     (
         "from_weight_quantize",

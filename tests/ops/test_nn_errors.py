@@ -34,7 +34,7 @@ ROUTING = [
     ({"norm_topk_prob": "yes"}, TypeError, "norm_topk_prob must be a bool, but got 'yes' of type str"),
     ({"num_groups": 3}, ValueError, "num_groups must be a divisor of num_experts=4, but got 3"),
     ({"num_groups": 1.0}, TypeError, "num_groups must be an int, but got float"),
-    ({"num_groups": 2, "topk_groups": 3}, ValueError, "topk_groups must be at most num_groups=2, but got 3"),
+    ({"num_groups": 2, "topk_groups": 3}, ValueError, "topk_groups must be at most 2, the number of groups, but got 3"),
     ({"scores_per_group": 0}, ValueError, f"scores_per_group {SIZE}"),
     (
         {"topk": 3, "num_groups": 2, "topk_groups": 1},

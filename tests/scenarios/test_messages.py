@@ -263,7 +263,7 @@ MISTAKES = {
     ),
     "groups to choose from but no groups": (
         lambda g: calculate_topk(paddle.ones([T, E]), 2, True, False, topk_groups=2),
-        "calculate_topk: topk_groups must be at most num_groups=1, but got 2",
+        "calculate_topk: topk_groups must be at most 1, the number of groups, but got 2",
     ),
     "a mask of other sequences": (
         lambda g: dispatch.token_dispatch(g.x.reshape([2, 3, H]), paddle.ones([3, 2, E], "bool"), 0),

@@ -45,8 +45,8 @@ def ep_moe_expert_dispatch(
     """Copy received tokens to the rows of this rank's experts.
 
     An expert's segment has as many rows as ``token_nums_per_expert`` says; its rows follow ascending tokens, then
-    slots. Slots beyond a segment or beyond N have no row. No gradient. Deterministic. No host synchronisation; the
-    list is copied to the device.
+    slots. On a GPU slots beyond a segment or beyond N have no row. No gradient. Deterministic. No host synchronisation;
+    the list is copied to the device.
 
     Args:
         input: [T, H] bfloat16, float16 or float32.
@@ -67,8 +67,8 @@ def ep_moe_expert_dispatch(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: an argument of the wrong value or shape; on a CPU also ids outside [-1, E), and segments that are
-            too small for their slots.
+        ValueError: an argument of the wrong value or shape; on a CPU also ids outside [-1, E), and segments or an N
+            that are too small for the slots.
     """
     name = "ep_moe_expert_dispatch"
     _checks.rows(name, "input", input, _checks.SUM_DTYPES, "num_tokens")
@@ -90,9 +90,9 @@ def ep_moe_expert_dispatch(
     on_device = beside(paddle.to_tensor(sizes, "int32"), input)
     ends = paddle.cumsum(on_device, dtype="int32")
     ids, slot_rows, segments, routed = placed(name, topk_ids, ends - on_device, on_device)
-    if _is_checked(name, input) and bool((routed > on_device).any()):
-        expected = f"at least {routed.tolist()}, the slots of each expert"
-        _checks.bad_value(name, "token_nums_per_expert", expected, sizes)
+    if _is_checked(name, input):
+        _check_room(name, "token_nums_per_expert", on_device, routed)
+        _check_rows(name, "token_nums_this_rank", num_rows, ends - on_device + routed, routed)
     maps = read_index_map(name, slot_rows, num_rows, Validation.OFF)
     rows = resolve("permute", input).permute(input, None, maps, "all")[0]
     experts, _ = segments.experts_of_rows(num_rows)
@@ -118,8 +118,8 @@ def ep_moe_expert_dispatch_fp8(
 ) -> list[Tensor]:
     """Copy float8 tokens and their scales to rows of experts, whose segments are padded.
 
-    Rows of an expert follow ascending tokens, then slots. Slots beyond a segment or beyond N have no row. No gradient.
-    Deterministic. No host synchronisation, except on a GPU under PADDLE_MOE_OPS_VALIDATE.
+    Rows of an expert follow ascending tokens, then slots. On a GPU slots beyond a segment or beyond N have no row. No
+    gradient. Deterministic. No host synchronisation, except on a GPU under PADDLE_MOE_OPS_VALIDATE.
 
     Args:
         input: [T, H] float8_e4m3fn.
@@ -140,7 +140,8 @@ def ep_moe_expert_dispatch_fp8(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: an argument of the wrong value or shape; on a CPU also ids outside [-1, E).
+        ValueError: an argument of the wrong value or shape; on a CPU also ids outside [-1, E), and segments or an N
+            that are too small for the slots.
     """
     name = "ep_moe_expert_dispatch_fp8"
     _checks.rows(name, "input", input, (paddle.float8_e4m3fn,), "num_tokens")
@@ -169,7 +170,11 @@ def ep_moe_expert_dispatch_fp8(
     tensors |= {"num_experts_per_rank_tensor": counts, "num_experts_per_rank_padded_tensor": sizes}
     _checks.same_place(name, input=input, **tensors)
     ends = paddle.cumsum(sizes, dtype="int32")
-    ids, slot_rows, segments, _ = placed(name, topk_ids, ends - sizes, sizes)
+    ids, slot_rows, segments, routed = placed(name, topk_ids, ends - sizes, sizes)
+    if _is_checked(name, input):
+        _check_room(name, "num_experts_per_rank_padded_tensor", sizes, routed)
+        if use_in_ep:
+            _check_rows(name, "token_nums_this_rank_padded", num_rows, ends - sizes + routed, routed)
     maps = read_index_map(name, slot_rows, num_rows, Validation.OFF)
     by_token = scale[:num_tokens] if is_known else scale
     rows, scales = resolve("permute", input).permute(input, by_token, maps, "all")
@@ -340,6 +345,19 @@ def _check_ids(name: str, topk_ids: Tensor, num_tokens: int) -> None:
 def _check_slots(name: str, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
     _check_ids(name, topk_ids, x.shape[0])
     _checks.tensor(name, "topk_weights", topk_weights, (paddle.float32,), list(topk_ids.shape))
+
+
+def _check_room(name: str, argument: str, sizes: Tensor, routed: Tensor) -> None:
+    """Check that the segments of experts have rows for all of their slots."""
+    if bool((routed > sizes).any()):
+        _checks.bad_value(name, argument, f"at least {routed.tolist()}, the slots of each expert", sizes.tolist())
+
+
+def _check_rows(name: str, argument: str, num_rows: int, ends: Tensor, routed: Tensor) -> None:
+    """Check that the slots of experts, which end at rows ``ends``, are among the first N rows."""
+    last = int(paddle.where(routed > 0, ends, paddle.zeros_like(ends)).max())
+    if last > num_rows:
+        _checks.bad_value(name, argument, f"at least {last}, the rows up to the last slot", num_rows)
 
 
 def _is_checked(name: str, x: Tensor) -> bool:

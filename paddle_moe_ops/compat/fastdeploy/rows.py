@@ -102,6 +102,17 @@ def maps_of_indices(name: str, argument: str, slot_rows: Tensor, num_rows: Any, 
         return read_index_map(name, slot_rows, num_rows, validation)
 
 
+def check_experts(name: str, argument: str, ids: Tensor, num_experts: int) -> None:
+    """Check that ids [T, K] are in [-1, E), if data is checked."""
+    if is_graph_value(ids) or _checks.validation(name, None, ids) == Validation.OFF:
+        return
+    is_bad = (ids < -1) | (ids >= num_experts)
+    if bool(is_bad.any()):
+        token, slot = is_bad.nonzero()[0].tolist()
+        given = f"token {token}, slot {slot} holds {int(ids[token, slot])}"
+        raise ValueError(f"{name}: {argument} must hold expert ids in [-1, {num_experts}), but {given}")
+
+
 def combined(
     rows: Tensor,
     weights: Tensor,

@@ -15,7 +15,7 @@ from ...functional import move_rows
 from ...routing import calculate_topk, route
 from ..row_maps import known_slots, num_rows_of
 from .codes import quantize_rows
-from .rows import INDICES, combined, maps_of_indices, transposed
+from .rows import INDICES, check_experts, combined, maps_of_indices, transposed
 
 __all__ = ["moe_expert_dispatch", "moe_expert_reduce"]
 
@@ -128,7 +128,8 @@ def moe_expert_reduce(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: an argument of the wrong value or shape; on a CPU also rows that are repeated or do not exist.
+        ValueError: an argument of the wrong value or shape; on a CPU also rows that are repeated or do not
+            exist, and with ``down_proj_bias`` experts outside [-1, E).
     """
     name = "moe_expert_reduce"
     _checks.rows(name, "ffn_out", ffn_out, _checks.SUM_DTYPES, "num_rows")
@@ -138,6 +139,7 @@ def moe_expert_reduce(
     _checks.tensor(name, "top_k_indices", top_k_indices, _checks.ID_DTYPES, [num_tokens, topk])
     if down_proj_bias is not None:
         _checks.tensor(name, "down_proj_bias", down_proj_bias, (ffn_out.dtype,), ["num_experts", ffn_out.shape[1]])
+        check_experts(name, "top_k_indices", top_k_indices, down_proj_bias.shape[0])
     _checks.flag(name, "norm_topk_prob", norm_topk_prob)
     factor = _checks.number(name, "routed_scaling_factor", routed_scaling_factor)
     tensors: dict[str, Any] = {INDICES: permute_indices_per_token, "top_k_indices": top_k_indices}

@@ -15,7 +15,8 @@ import paddle
 from paddle import Tensor
 
 from ... import _checks
-from ..._graphs import float32, public, to_dtype
+from ..._graphs import float32, is_graph_value, public, to_dtype
+from ...backends import Validation
 
 __all__ = ["QUANTIZED", "dequantized", "from_weight_quantize", "to_weight_quantize"]
 
@@ -64,10 +65,11 @@ def from_weight_quantize(packed: Tensor, algo: str) -> Tensor:
 def to_weight_quantize(codes: Tensor, algo: str) -> Tensor:
     """Return plain codes in the layout of `paddle.nn.quant.weight_quantize`.
 
-    No gradient. Deterministic. No host synchronisation.
+    No gradient. Deterministic. No host synchronisation, except on a GPU under PADDLE_MOE_OPS_VALIDATE.
 
     Args:
-        codes: int8 [E, in, out]; in must be a multiple of 64, out of 2 for int8 and of 4 for int4.
+        codes: int8 [E, in, out], from -8 to 7 for int4; in must be a multiple of 64, out of 2 for int8 and of 4 for
+            int4.
         algo: "weight_only_int8" or "weight_only_int4".
 
     Returns:
@@ -75,7 +77,7 @@ def to_weight_quantize(codes: Tensor, algo: str) -> Tensor:
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: an argument of the wrong value or shape.
+        ValueError: an argument of the wrong value or shape; on a CPU also int4 codes that do not fit 4 bits.
     """
     name = "to_weight_quantize"
     layout = QUANTIZED[_checks.choice(name, "algo", algo, _METHODS)]
@@ -84,6 +86,13 @@ def to_weight_quantize(codes: Tensor, algo: str) -> Tensor:
     if inner % _TILE or outer % layout.interleaved:
         expected = f"of shape [num_experts, in, out], in a multiple of {_TILE} and out of {layout.interleaved}"
         _checks.bad_value(name, "codes", expected, list(codes.shape))
+    is_checked = not is_graph_value(codes) and _checks.validation(name, None, codes) != Validation.OFF
+    if is_checked and layout.bits != _BYTE and codes.numel() > 0:
+        numbers = codes.astype("int32")
+        lowest, highest = int(numbers.min()), int(numbers.max())
+        if lowest < -layout.zero or highest >= layout.zero:
+            given = lowest if lowest < -layout.zero else highest
+            _checks.bad_value(name, "codes", f"from {-layout.zero} to {layout.zero - 1} for {algo}", given)
     pairs, per_register = 32 // layout.bits // 2, 4
     # The rows of a block: 8 * b + 2 * a + c goes to place a, b, c.
     shape = [experts, inner // (per_register * pairs * 2), pairs, per_register, 2, outer]
