@@ -25,7 +25,8 @@ class ExpertLoad:
 
     A forward pass in training counts once its gradient arrives at the router's logits. So a pass that is recomputed
     counts once, with either kind of recompute, and so does one whose backward pass runs twice; passes without gradients
-    do not count. All layers share one all_reduce. Only dygraph. No host synchronisation beyond that of the all_reduce.
+    do not count. All layers share one all_reduce. Training is for dygraph; layers in ``eval()`` mode can be traced and
+    saved. No host synchronisation beyond that of the all_reduce.
 
     Args:
         model: a model that contains a `MoELayer`. With pipeline parallelism the layers of this rank's stage.
@@ -79,7 +80,7 @@ class ExpertLoad:
         All ranks call it. Layers are in the order of ``model.sublayers()``. Dropped slots are included.
 
         Raises:
-            RuntimeError: a later `ExpertLoad` counts the layers.
+            RuntimeError: a later `ExpertLoad` counts the layers, or this is a copy.
         """
         return self._over_ranks(self._counted())
 
@@ -95,7 +96,7 @@ class ExpertLoad:
         Raises:
             TypeError: the rate is not a number.
             ValueError: no router has a correction bias.
-            RuntimeError: a later `ExpertLoad` counts the layers.
+            RuntimeError: a later `ExpertLoad` counts the layers, or this is a copy.
         """
         name = f"{_NAME}.update_correction_biases"
         rate = _checks.number(name, "rate", rate)
@@ -123,15 +124,17 @@ class ExpertLoad:
 
         Args:
             of_step: whether to include in the load the passes counted since the last update or reset, which are the
-                earlier micro-batches of a step.
+                earlier micro-batches of a step. Call it before the backward pass, which counts the last pass, too.
 
         Returns:
             float32 [number of layers], differentiable in the scores of this rank's tokens.
 
         Raises:
+            TypeError: ``of_step`` is not a bool.
             RuntimeError: a layer has run no forward pass, or was last run in a graph; a later `ExpertLoad` counts the
-                layers.
+                layers, or this is a copy.
         """
+        _checks.flag(f"{_NAME}.aux_losses", "of_step", of_step)
         counted = self._counted()
         passes = []
         for layer in self._layers:
@@ -161,6 +164,8 @@ class ExpertLoad:
         """This rank's loads."""
         loads = []
         for layer, count in zip(self._layers, self._counts, strict=True):
+            if layer._load_count is None:
+                raise RuntimeError(f"{_NAME}: no {_NAME} counts the load of copied layers until one is constructed")
             if layer._load_count is not count:
                 raise RuntimeError(f"{_NAME}: a later {_NAME} counts the load of these layers")
             nothing = filled([layer.router.num_experts], 0, "int64", like=layer.router.weight)
@@ -190,9 +195,12 @@ class LoadCount:
 
     def count(self, load: Tensor, logits: Tensor, training: bool) -> None:
         """Count the load of a forward pass once the gradient of its logits is known."""
+        if not training:
+            return
         if isinstance(load, GraphValue):
-            _checks.bad_type("MoELayer", "x", f"a tensor in dygraph, since an {_NAME} counts its load", "a graph value")
-        if not training or logits.stop_gradient:
+            expected = f"a tensor in dygraph, or the layer in eval() mode, since an {_NAME} counts its load"
+            _checks.bad_type("MoELayer", "x", expected, "a graph value")
+        if logits.stop_gradient:
             return
         is_counted = False
 

@@ -12,7 +12,7 @@ from paddle import Tensor
 from paddle.autograd import PyLayer
 
 from .. import _checks
-from .._graphs import filled, is_graph_value, public, without_autocast
+from .._graphs import filled, is_graph_value, public, untraced, without_autocast
 from ..backends.autograd import OneShotGuard, applied_once
 
 
@@ -81,11 +81,13 @@ def attach_loss(x: Tensor, loss: Tensor, scaler: Any = None) -> Tensor:
 
     So a layer can have a loss of its own where only its output leaves it: in a stage of a pipeline, in a recomputed
     function, in a model whose code stays as it is. The loss gets the gradient 1, so multiply it by its weight, and
-    under gradient accumulation divide it by the number of micro-batches. Only dygraph. Deterministic; no host
+    under gradient accumulation divide it by the number of micro-batches. It works in dygraph and under
+    paddle.jit.to_static with full_graph=False; leave it out in ``eval()`` mode, so that the layer can be saved. Use
+    ``backward()``, or name in `paddle.grad` tensors behind ``x`` and ones behind the loss. Deterministic; no host
     synchronisation, no copy of ``x``.
 
     Args:
-        x: any tensor on the way to the program's loss, such as the output of a `MoELayer`.
+        x: any tensor of floats on the way to the program's loss, such as the output of a `MoELayer`.
         loss: a scalar.
         scaler: the GradScaler of the program's loss, by whose current scale the loss is multiplied. None: no scale.
 
@@ -93,7 +95,7 @@ def attach_loss(x: Tensor, loss: Tensor, scaler: Any = None) -> Tensor:
         a tensor with the values of ``x``, in its memory.
 
     Raises:
-        TypeError: ``x`` or ``loss`` is not a tensor, or is one of a graph; the scaler is not one.
+        TypeError: ``x`` or ``loss`` is not a tensor of floats, or is one of a graph; the scaler is not one.
         ValueError: the loss has more than one element.
 
     Examples:
@@ -106,16 +108,20 @@ def attach_loss(x: Tensor, loss: Tensor, scaler: Any = None) -> Tensor:
         ...
         ...     def forward(self, x):
         ...         out = x + self.moe(x)
-        ...         return attach_loss(out, 1e-3 * self.moe.aux_loss)
+        ...         return attach_loss(out, 1e-3 * self.moe.aux_loss) if self.training else out
         >>> x = paddle.randn([16, 64])
         >>> x.stop_gradient = False
         >>> Block()(x).square().mean().backward()
     """
+    return untraced(_attached, x, loss, scaler)
+
+
+def _attached(x: Tensor, loss: Tensor, scaler: Any) -> Tensor:
     name = "attach_loss"
     for argument, value in {"x": x, "loss": loss}.items():
-        if is_graph_value(value):
-            _checks.bad_type(name, argument, "a tensor in dygraph", "a value of a graph")
+        _checks.of_dygraph(name, argument, value)
         _checks.instance(name, argument, value, Tensor, "a paddle.Tensor")
+        _checks.tensor(name, argument, value, (*_checks.SUM_DTYPES, paddle.float64), value.shape)
     if loss.size != 1:
         _checks.bad_value(name, "loss", "a scalar", f"one of shape {list(loss.shape)}")
     if scaler is not None and not hasattr(scaler, "_scale"):
@@ -130,7 +136,7 @@ class _WithLoss(PyLayer):
     def forward(ctx: Any, x: Tensor, loss: Tensor, scaler: Any, *, guard: OneShotGuard) -> Tensor:
         guard.watch(ctx)
         ctx.of_loss, ctx.scaler, ctx.goes_on = (list(loss.shape), loss.dtype), scaler, not x.stop_gradient
-        return x.view(x.shape)
+        return x.view(x.shape) if x.size > 0 else x.clone()  # Paddle has no view of a tensor without elements
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor]:

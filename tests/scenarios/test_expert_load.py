@@ -19,6 +19,7 @@ from paddle.distributed.fleet.utils import recompute
 from paddle_moe_ops.nn import ExpertLoad, MoELayer, attach_loss, load_balance_loss
 
 H, E, K = 8, 5, 2
+FLOATS = "of dtype bfloat16, float16, float32 or float64"
 
 
 class Model(nn.Layer):
@@ -149,8 +150,27 @@ def test_graphs_are_refused():
     model = model_of()
     ExpertLoad(model)
     program = paddle.jit.to_static(model, full_graph=True)
-    with pytest.raises(TypeError, match="MoELayer: x must be a tensor in dygraph, since an ExpertLoad counts its load"):
+    expected = "MoELayer: x must be a tensor in dygraph, or the layer in eval() mode, since an ExpertLoad counts its load"
+    with pytest.raises(TypeError, match=re.escape(expected)):
         program(batch(3))
+
+
+def test_a_counted_model_is_saved_in_eval_mode(tmp_path):
+    model = model_of()
+    load = ExpertLoad(model)
+    model(batch(6)).sum().backward()
+    model.eval()
+    expected, file = model(batch(4)).numpy(), str(tmp_path / "model")
+    paddle.jit.save(model, file, input_spec=[paddle.static.InputSpec([None, H], "float32")])
+    np.testing.assert_allclose(paddle.jit.load(file)(batch(4)), expected, rtol=1e-4, atol=1e-5)
+    assert [sum(each) for each in counted(load)] == [6 * K, 6]
+
+
+def test_a_deep_copy_of_the_object_says_that_it_counts_nothing():
+    model = model_of()
+    _, load = copy.deepcopy((model, ExpertLoad(model)))
+    with pytest.raises(RuntimeError, match="no ExpertLoad counts the load of copied layers until one is constructed"):
+        load.total()
 
 
 @pytest.mark.parametrize(
@@ -180,6 +200,14 @@ def test_losses_of_one_process_are_those_of_the_layers():
     model(x)
     (3.0 * (model.blocks[0].aux_loss + model.blocks[2].aux_loss)).backward()
     np.testing.assert_array_equal(got, model.blocks[0].router.weight.grad)
+
+
+def test_the_flag_of_losses_is_a_bool():
+    model = model_of()
+    load = ExpertLoad(model)
+    model(batch(3))
+    with pytest.raises(TypeError, match=r"ExpertLoad\.aux_losses: of_step must be a bool, but got 2 of type int"):
+        load.aux_losses(of_step=2)
 
 
 def test_losses_of_a_step_balance_the_load_of_its_micro_batches():
@@ -262,6 +290,25 @@ def test_a_loss_is_attached_to_a_tensor_without_a_gradient():
     assert float(loss.grad) == 2.0
 
 
+def test_a_loss_is_attached_to_a_batch_without_tokens():
+    loss = paddle.to_tensor(3.0, stop_gradient=False)
+    x = batch(0)
+    out = attach_loss(2.0 * x, 2.0 * loss)
+    assert out.shape == [0, H]
+    out.sum().backward()
+    assert float(loss.grad) == 2.0
+    assert x.grad.shape == [0, H]
+
+
+def test_a_traced_block_attaches_its_loss_between_two_programs():
+    traced, plain = paddle.jit.to_static(WithLoss(True), full_graph=False), WithLoss(True)
+    for num_tokens in (5, 5, 9):
+        for block in (traced, plain):
+            block(batch(num_tokens)).square().mean().backward()
+        for name, each in gradients(plain).items():
+            np.testing.assert_allclose(each, gradients(traced)[name], rtol=1e-5, atol=1e-7, err_msg=name)
+
+
 def test_a_second_backward_pass_through_an_attached_loss_is_refused():
     loss = paddle.zeros([])
     loss.stop_gradient = False
@@ -275,11 +322,13 @@ def test_a_second_backward_pass_through_an_attached_loss_is_refused():
     ("arguments", "error", "message"),
     [
         ((1.0, paddle.zeros([])), TypeError, "x must be a paddle.Tensor, but got float"),
+        ((paddle.zeros([2], "int32"), paddle.zeros([])), TypeError, f"x must be {FLOATS}, but got int32"),
+        ((paddle.zeros([2]), paddle.zeros([], "int64")), TypeError, f"loss must be {FLOATS}, but got int64"),
         ((paddle.zeros([2]), 1.0), TypeError, "loss must be a paddle.Tensor, but got float"),
         ((paddle.zeros([2]), paddle.zeros([2])), ValueError, "loss must be a scalar, but got one of shape [2]"),
         ((paddle.zeros([2]), paddle.zeros([]), 2.0), TypeError, "scaler must be a GradScaler or None, but got float"),
     ],
-    ids=["x", "loss", "vector", "scaler"],
+    ids=["x", "ints", "loss of ints", "loss", "vector", "scaler"],
 )
 def test_bad_arguments_of_attached_losses(arguments, error, message):
     with pytest.raises(error, match=re.escape(f"attach_loss: {message}")):
