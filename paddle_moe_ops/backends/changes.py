@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A count of the events that change parameters, for caches of values that are computed from them.
 
-Paddle's version counter of a tensor counts operators that work in place, but neither steps of optimizers nor loads. So
-the first `count_changes` wraps these functions of Paddle, for all optimizers and tensors of the process.
+Paddle's version counter of a tensor counts most operators that work in place, but neither steps of optimizers nor loads.
+So the first `count_changes` wraps these functions of Paddle, for all optimizers and tensors of the process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from paddle.optimizer import Optimizer
 __all__ = ["changes_of", "count_changes"]
 
 # LBFGS changes parameters by operators in place, all other optimizers by the first of these.
-_WRITERS = ((Optimizer, "_apply_optimize"), (paddle.Tensor, "set_value"), (paddle.Tensor, "copy_"))
+# The last two are behind initializers that are called with a parameter, and behind paddle.assign of an array.
+_WRITERS: tuple[tuple[Any, str], ...] = (
+    (Optimizer, "_apply_optimize"),
+    (paddle.Tensor, "set_value"),
+    (paddle.Tensor, "copy_"),
+    (paddle.Tensor, "exponential_"),
+    (paddle._C_ops, "full_"),
+    (paddle._C_ops, "assign_value_"),
+)
 _count = 0
 _counts = False
 

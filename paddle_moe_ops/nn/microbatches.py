@@ -63,11 +63,13 @@ def keep_float8_matrices(model: nn.Layer) -> int:
     in each pass.
 
     These changes are noticed: a step of any optimizer of Paddle or Fleet, ``set_state_dict``, ``set_value``, ``copy_``,
-    operators in place, and a move to other memory, as by ``to`` or a gather of sharded parameters. To count them, the
-    first call wraps ``paddle.optimizer.Optimizer._apply_optimize``, ``paddle.Tensor.set_value`` and
-    ``paddle.Tensor.copy_`` for the process. **Not noticed** are writes by collectives between two steps (such as
-    ``paddle.distributed.broadcast`` of a parameter), by ``Tensor.get_tensor()``, and by operators of your own that do
-    not declare them: call this again afterwards.
+    `paddle.assign`, initializers, operators in place, and a move to other memory, as by ``to`` or a gather of sharded
+    parameters. To count them, the first call wraps for the process ``paddle.optimizer.Optimizer._apply_optimize``,
+    ``set_value``, ``copy_`` and ``exponential_`` of ``paddle.Tensor``, and ``full_`` and ``assign_value_`` of
+    ``paddle._C_ops``. **Not noticed** are writes by collectives between two steps (such as
+    ``paddle.distributed.broadcast`` of a parameter), by functions whose ``out`` is a parameter, by
+    ``Tensor.get_tensor()``, through DLPack, and by operators of your own that do not declare them: call this again
+    afterwards.
 
     A copy of a model keeps nothing until this is called for it. No host synchronisation.
 

@@ -131,6 +131,10 @@ CHANGES = {
     "set_value of an array": one_of_them(lambda to, value: to.set_value(to_numpy(value))),
     "copy_": one_of_them(lambda to, value: to.copy_(value, True)),
     "assign": one_of_them(lambda to, value: paddle.assign(value, output=to)),
+    "assign of an array": one_of_them(lambda to, value: paddle.assign(to_numpy(value), output=to)),
+    "an initializer": one_of_them(lambda to, _: paddle.nn.initializer.Constant(0.1)(to)),
+    "an initializer of values": one_of_them(lambda to, value: paddle.nn.initializer.Assign(to_numpy(value))(to)),
+    "exponential_": one_of_them(lambda to, _: to.exponential_(20.0)),
     "an operator in place": one_of_them(lambda to, value: to.add_(value)),
     "an element": one_of_them(lambda to, value: to.__setitem__(0, value[0])),
     "a view": one_of_them(lambda to, value: to[1].copy_(value[1], True)),
@@ -270,11 +274,12 @@ def test_traced_functions_still_call_what_is_counted(full_graph):
     def function(x):
         y = paddle.zeros_like(x)
         paddle.assign(x * 2.0, output=y)
-        return y
+        return y + paddle.full([3], 1.0) + paddle.assign(np.ones([3], np.float32))
 
     x = paddle.randn([3])
-    assert_bits_equal(paddle.jit.to_static(function, full_graph=full_graph)(x), x * 2.0, what="y")
+    assert_bits_equal(paddle.jit.to_static(function, full_graph=full_graph)(x), x * 2.0 + 1.0 + 1.0, what="y")
     counted = paddle.Tensor.set_value, paddle.Tensor.copy_, paddle.optimizer.Optimizer._apply_optimize
+    counted += paddle.Tensor.exponential_, paddle._C_ops.full_, paddle._C_ops.assign_value_
     assert all(convert_call(each) is each for each in counted)
 
 
