@@ -5,9 +5,9 @@
 Names, arguments and results are those of Paddle's operators. T tokens, E experts, K slots per token, H hidden size. All
 are deterministic, and raise TypeError or ValueError for arguments of the wrong type, dtype, value or shape.
 
-A capacity is assigned slot by slot: all tokens' first choices come before all tokens' second choices. A slot that is
-dropped has weight 0 and index 0, although row 0 belongs to another slot. So slots of weight 0 are read as slots without
-a row.
+A capacity is assigned slot by slot: all tokens' first choices come before all tokens' second choices;
+`moe_gate_dispatch` without padding assigns it token by token. A slot that is dropped has weight 0 and index 0, although
+row 0 belongs to another slot. So slots of weight 0 are read as slots without a row.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def moe_gate_dispatch(
         gate_logits: float32 [T, E], usually probabilities.
         corr_bias: float32 [E], added to the scores for the choice of experts only, or None.
         k: K.
-        capacity: rows that an expert gets at most.
+        capacity: rows that an expert gets at most, the first in the order of ``use_pad``.
         use_pad: whether expert e's rows begin at e * capacity, by slot, then token. Otherwise experts follow each other
             in T*K rows, by token, and the rows of dropped slots stay zero.
 

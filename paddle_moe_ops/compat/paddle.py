@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FunctionType
 from typing import Any
@@ -45,6 +46,8 @@ __all__ = ["patch_paddle", "patched_paddle", "unpatch_paddle"]
 
 _originals: dict[str, dict[FunctionType, CodeType]] = {}  # Paddle's own code while it is replaced, by family
 _operators: dict[str, dict[str, Any]] = {}  # Paddle's own operators while they are replaced, by family
+_blocks: dict[str, int] = {}  # running blocks of `patched_paddle` that patched a family, in all threads
+_lock = threading.RLock()  # of the four
 _place_of_name: dict[str, int] = {}  # where `name`, Paddle's last argument, is in the functions that were replaced
 
 
@@ -226,6 +229,11 @@ def patch_paddle(families: _Families = ("permute",)) -> None:
         >>> unpatch_paddle()
     """
     chosen = _checked("patch_paddle", families)
+    with _lock:
+        _patch(chosen)
+
+
+def _patch(chosen: tuple[str, ...]) -> None:
     before = _patched()
     added = [family for family in chosen if family not in before]
     functions = {  # all of the families, or none
@@ -270,6 +278,11 @@ def unpatch_paddle(families: _Families = _FAMILIES) -> None:
         >>> unpatch_paddle()  # the others
     """
     chosen = _checked("unpatch_paddle", families)
+    with _lock:
+        _unpatch(chosen)
+
+
+def _unpatch(chosen: Sequence[str]) -> None:
     for family in chosen:
         for function, code in _originals.pop(family, {}).items():
             function.__code__ = code
@@ -284,6 +297,8 @@ def unpatch_paddle(families: _Families = _FAMILIES) -> None:
 def patched_paddle(families: _Families = ("permute",)) -> Iterator[None]:
     """Apply `patch_paddle` inside a ``with`` block; afterwards the earlier state is restored.
 
+    The whole process is patched. If blocks of several threads overlap, the last one to end restores it.
+
     Args:
         families: names of families, as in `patch_paddle`.
 
@@ -296,13 +311,23 @@ def patched_paddle(families: _Families = ("permute",)) -> Iterator[None]:
         ...     batched_gemm(rows, matrices, [1, 3, 2]).shape
         [6, 32]
     """
-    before = _patched()
     chosen = _checked("patch_paddle", families)
-    patch_paddle(chosen)
+    with _lock:
+        before = _patched()
+        _patch(chosen)
+        added = [family for family in chosen if family not in before or family in _blocks]
+        for family in added:
+            _blocks[family] = _blocks.get(family, 0) + 1
     try:
         yield
     finally:
-        unpatch_paddle([family for family in chosen if family not in before])
+        with _lock:
+            for family in added:
+                _blocks[family] -= 1
+            ended = [family for family in added if not _blocks[family]]
+            for family in ended:
+                del _blocks[family]
+            _unpatch(ended)
 
 
 @register_note

@@ -144,6 +144,16 @@ def test_a_block_leaves_the_families_as_they_were():
     assert patched_families() == []
 
 
+def test_of_blocks_that_overlap_the_last_one_to_end_restores_paddle():
+    first, second = patched_paddle("gemm"), patched_paddle(("gemm", "gshard"))  # as of two threads
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert patched_families() == ["gemm", "gshard"]
+    second.__exit__(None, None, None)
+    assert patched_families() == []
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_block_takes_one_name(family):
     with patched_paddle(family):
