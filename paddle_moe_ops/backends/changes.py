@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A count of the events that change parameters, for caches of values that are computed from them.
 
-Paddle's version counter of a tensor counts most operators that work in place, but neither steps of optimizers nor loads.
-So the first `count_changes` wraps these functions of Paddle, for all optimizers and tensors of the process.
+Paddle's version counter of a tensor counts most operators that work in place, but neither steps of optimizers nor
+loads. So the first `count_changes` wraps these functions of Paddle, for all optimizers and tensors of the process.
 """
 
 from __future__ import annotations
