@@ -32,12 +32,20 @@ class Hidden(enum.IntEnum):
     KEEPS_CODES = 2
 
 
+class Part(enum.IntEnum):
+    """pmo_layer_part"""
+
+    WHOLE = 0
+    DGRADS = 1
+    WGRADS = 2
+
+
 class Facts(Params):
     """pmo_layer_facts"""
 
     _fields_ = fields(
         (Size, "struct_size num_tokens num_rows num_experts hidden inner workspace"),
-        (Int, "dtype num_sms memory_gbps backward keeps_hidden needs_d_weights float8 has_codes"),
+        (Int, "dtype num_sms memory_gbps backward keeps_hidden needs_d_weights float8 has_codes part"),
     )
 
 
@@ -67,6 +75,7 @@ class LayerParams(Params):
         (Size, "d_out_row_stride"),
         (Bytes, "d_x d_gate_up d_down"),
         (Floats, "d_weights"),
+        (Bytes, "scaled d_hidden"),
         (Bytes, "gate_up_codes"),
         (Floats, "gate_up_scales"),
         (Bytes, "down_codes"),
@@ -243,6 +252,35 @@ def run(core: Core, facts: Facts, params: LayerParams) -> None:
 ALL = (True, True, True, True)
 
 
+def _run_parts(
+    core: Core, layer: Layer, x: NDArray, d_out: NDArray, output: Any, arrays: dict, gradients: dict
+) -> None:
+    """The backward pass in two parts; the second one gets neither matrices, weights nor codes."""
+    rows = len(layer.plan.row_to_token)
+    scaled, d_hidden = output((rows, layer.inner), x.dtype), output((rows, 2 * layer.inner), x.dtype)
+    has_values = layer.keeps == Hidden.KEEPS
+    of_others = {name: gradients[name] for name in ("d_x", "d_weights")}
+    left = {"scaled": scaled, "d_hidden": None if has_values else d_hidden}
+    facts = layer.facts(x, BACKWARD, gradients["d_weights"] is not None)
+    facts.part = Part.DGRADS
+    run(core, facts, _params(layer, x, BACKWARD, d_out=d_out, **arrays, **of_others, **left))
+    if has_values:
+        d_hidden[...] = arrays["hidden"]
+    plain = layer._replace(float8=False, has_codes=False, keeps=Hidden.RECOMPUTES, weights=None)
+    facts = plain.facts(x, BACKWARD)
+    facts.part = Part.WGRADS
+    of_matrices = {name: gradients[name] for name in ("d_gate_up", "d_down")}
+    params = _params(
+        *(plain, x, BACKWARD),
+        d_out=d_out,
+        scaled=None if of_matrices["d_down"] is None else scaled,
+        d_hidden=None if of_matrices["d_gate_up"] is None else d_hidden,
+        **of_matrices,
+    )
+    params.gate_up = params.down = None
+    run(core, facts, params)
+
+
 def passes(
     core: Core,
     layer: Layer,
@@ -251,6 +289,7 @@ def passes(
     *,
     wanted: tuple[bool, bool, bool, bool] = ALL,
     before: tuple[NDArray, NDArray] | None = None,
+    defers: bool = False,
 ) -> Results:
     """Both passes, with poisoned results.
 
@@ -261,6 +300,7 @@ def passes(
         d_out: gradient of the result.
         wanted: whether gradients of x, both matrices and the weights are wanted.
         before: values of the gradients of the matrices, which a layer with accumulation adds to.
+        defers: whether a call of its own computes the gradients of the matrices.
     """
     rows, columns = len(layer.plan.row_to_token), 2 * layer.inner
     hidden = hidden_scales = kept = kept_scales = None
@@ -289,6 +329,9 @@ def passes(
             kept = hidden.copy()
         if hidden_scales is not None:
             kept_scales = hidden_scales.copy()
-        params = _params(layer, x, BACKWARD, d_out=d_out, **arrays, **gradients)
-        run(core, layer.facts(x, BACKWARD, wanted[3]), params)
+        if not defers:
+            params = _params(layer, x, BACKWARD, d_out=d_out, **arrays, **gradients)
+            run(core, layer.facts(x, BACKWARD, wanted[3]), params)
+        else:
+            _run_parts(core, layer, x, d_out, output, arrays, gradients)
     return Results(out, kept, kept_scales, *gradients.values())

@@ -19,7 +19,7 @@ from . import structs
 from .binding import Core, CoreError
 from .guards import guarded_outputs, is_poison
 from .inputs import SMALL
-from .layer import Choices, Hidden, Kernels
+from .layer import Choices, Hidden, Kernels, Part
 from .operators import NAMES, OPERATORS
 from .operators.base import TOO_MANY, TOO_MANY_EXPERTS, TOO_WIDE
 from .operators.grouped_gemm import Accumulation, Gathered, Result
@@ -249,6 +249,7 @@ def test_enumerations_mirror_the_headers() -> None:
         ("GROUPED_GATHERS_", Gathered),
         ("GROUPED_", Accumulation),
         ("LAYER_", Hidden),
+        ("LAYER_", Part),
         ("MATRIX_", MatrixFormat),
     ]
     for prefix, members in mirrored:

@@ -220,6 +220,28 @@ def test_gradients_of_matrices_are_added_to_their_values(
     assert_same(live_part(problem.layer, made), due)
 
 
+@pytest.mark.parametrize("keeps", [Hidden.KEEPS, Hidden.RECOMPUTES], ids=["keeps H", "recomputes H"])
+@pytest.mark.parametrize("case", ACCUMULATED.values(), ids=ACCUMULATED)
+def test_wgrads_in_a_call_of_their_own_have_the_same_bits(
+    core: Core, rng: np.random.Generator, case: Case, keeps: Hidden
+) -> None:
+    options = {"keeps": keeps, "transpose": bool(rng.integers(2)), "workspace": int(rng.choice([1, 1 << 30]))}
+    problem = RandomLayer(rng, case, **options)
+    assert_same(problem.run(core, defers=True), problem.run(core))
+    for wanted in ((True, True, False, True), (False, False, True, False)):
+        assert_same(problem.run(core, defers=True, wanted=wanted), problem.run(core, wanted=wanted))
+
+
+@LAYOUTS
+def test_wgrads_in_a_call_of_their_own_are_added_to_values(
+    core: Core, rng: np.random.Generator, transpose: bool
+) -> None:
+    kinds = Accumulation.ADDS_FLOAT32, Accumulation.ADDS
+    problem = RandomLayer(rng, CASES["several tiles of an expert"], accumulations=kinds, transpose=transpose)
+    before = values_before(rng, problem, kinds)
+    assert_same(problem.run(core, before=before, defers=True), problem.run(core, before=before))
+
+
 def exact_gradients(problem: RandomLayer) -> tuple[NDArray, NDArray]:
     """The gradients of the matrices in float64. H, A and the operands of all GEMMs of an exact layer are the same."""
     layer = problem.layer

@@ -67,6 +67,14 @@ def test_codes_of_matrices_that_are_given_change_no_bit(
     assert_same(problem.run(core, problem.layer._replace(has_codes=True)), problem.run(core))
 
 
+@in_turn({"case": CASES, "transpose": LAYOUTS, "keeps": KEPT})
+def test_wgrads_in_a_call_of_their_own_have_the_same_bits(
+    core: Core, rng: np.random.Generator, case: Case, transpose: bool, keeps: Hidden
+) -> None:
+    problem = layer(rng, case, transpose=transpose, keeps=keeps, has_codes=bool(rng.integers(2)))
+    assert_same(without_codes(problem.run(core, defers=True)), without_codes(problem.run(core)))
+
+
 @BY_LAYOUT
 def test_h_that_is_recomputed_has_the_same_bits(core: Core, rng: np.random.Generator, transpose: bool) -> None:
     problem = layer(rng, Case(23, 16, 128), transpose=transpose)

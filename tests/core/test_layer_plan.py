@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from .binding import Core, CoreError
-from .layer import BACKWARD, FORWARD, H100, H200, Choices, Facts, Hidden, Kernels, LayerParams, choices
+from .layer import BACKWARD, FORWARD, H100, H200, Choices, Facts, Hidden, Kernels, LayerParams, Part, choices
 from .operators.grouped_gemm import PING_PONG, SWAP_AB
 from .structs import DTYPES
 
@@ -323,6 +323,61 @@ def test_params_that_lead_out_of_their_arrays_are_refused(core: Core, bad: dict[
     params.point_at(**{field: value or 0 for field, value in pointers.items()})
     with pytest.raises(CoreError, match=f"^INVALID_ARGUMENT: {name} must be"):
         call(core, facts, params, Kernels())
+
+
+PART = {"num_tokens": 4, "num_rows": 8, "num_experts": 2, "hidden": 16, "inner": 128, "workspace": 1, "dtype": 2}
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"part": 3}, "part must be a pmo_layer_part"),
+        ({"part": -1}, "part must be a pmo_layer_part"),
+        ({"part": Part.DGRADS, "backward": 0}, "PMO_LAYER_WHOLE in a forward pass"),
+        ({"part": Part.WGRADS, "float8": 1}, "float8 must be 0 with PMO_LAYER_WGRADS"),
+        ({"part": Part.WGRADS, "keeps_hidden": 1}, "keeps_hidden must be 0 with PMO_LAYER_WGRADS"),
+        ({"part": Part.WGRADS, "needs_d_weights": 1}, "keeps_hidden must be 0 with PMO_LAYER_WGRADS"),
+    ],
+    ids=str,
+)
+def test_parts_of_a_backward_pass_that_do_not_exist_are_refused(
+    core: Core, facts: dict[str, int], expected: str
+) -> None:
+    with pytest.raises(CoreError, match=expected):
+        choices(core, **{**PART, "backward": 1, **facts})
+
+
+@pytest.mark.parametrize(
+    ("part", "keeps", "pointers", "name"),
+    [
+        (Part.WHOLE, Hidden.KEEPS, ("hidden", "scaled"), "scaled"),
+        (Part.WHOLE, Hidden.KEEPS, ("hidden", "d_hidden"), "d_hidden"),
+        (Part.DGRADS, Hidden.KEEPS, ("hidden",), "scaled"),
+        (Part.DGRADS, Hidden.KEEPS, ("hidden", "scaled", "d_hidden"), "d_hidden"),
+        (Part.DGRADS, Hidden.RECOMPUTES, ("scaled",), "d_hidden"),
+        (Part.DGRADS, Hidden.KEEPS, ("hidden", "scaled", "d_down"), "d_gate_up"),
+        (Part.WGRADS, Hidden.RECOMPUTES, ("d_down",), "scaled"),
+        (Part.WGRADS, Hidden.RECOMPUTES, ("d_gate_up",), "d_hidden"),
+        (Part.WGRADS, Hidden.RECOMPUTES, ("d_down", "scaled", "d_x"), "d_x"),
+    ],
+    ids=str,
+)
+def test_arrays_that_a_part_lacks_are_named(
+    core: Core, part: Part, keeps: Hidden, pointers: tuple[str, ...], name: str
+) -> None:
+    params = LayerParams(x_row_stride=16, d_out_row_stride=16, slots_per_token=2)
+    params.point_at(**dict.fromkeys({"x", "d_out", "workspace", "gate_up", "down", *pointers}, 16))
+    with pytest.raises(CoreError, match=f"^INVALID_ARGUMENT: {name} must be"):
+        call(core, Facts(**PART, backward=1, keeps_hidden=keeps, part=part), params, Kernels())
+
+
+def test_parts_need_no_workspace_for_arrays_of_the_caller(core: Core) -> None:
+    sizes = {**PART, "backward": 1, "workspace": 1 << 20}
+    whole = choices(core, **sizes)
+    for part in (Part.DGRADS, Part.WGRADS):
+        made = choices(core, **sizes, part=part)
+        rest = [each.bytes - -(-each.buffer_bytes // 256) * 256 for each in (whole, made)]
+        assert rest[0] - rest[1] == 8 * 3 * 128 * 2
 
 
 POINTERS = ("x", "d_out", "gate_up", "down", "d_weights", "workspace", "out", "d_x")

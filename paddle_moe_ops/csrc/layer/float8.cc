@@ -43,9 +43,9 @@ class Float8Pass : public Pass {
 
   int backward() {
     const bool keeps_codes = f_.keeps_hidden == PMO_LAYER_KEEPS_CODES;
-    void* const scaled = take(f_.num_rows * f_.inner * kItemBytes);
+    void* const scaled = given_or_taken(p_.scaled, f_.inner);
     void* hidden = p_.hidden;
-    if (f_.keeps_hidden != PMO_LAYER_KEEPS) hidden = take(f_.num_rows * 2 * f_.inner * kItemBytes);
+    if (f_.keeps_hidden != PMO_LAYER_KEEPS) hidden = given_or_taken(p_.d_hidden, 2 * f_.inner);
     const Codes d_hidden = keeps_codes ? Codes{p_.hidden, p_.hidden_scales} : take_codes(f_.num_rows, 2 * f_.inner);
     PMO_TRY(compute_tables());
     if (f_.keeps_hidden == PMO_LAYER_RECOMPUTES) {
@@ -54,7 +54,7 @@ class Float8Pass : public Pass {
       PMO_TRY(activations(g));
     }
     PMO_TRY(activation_gradients(hidden, d_hidden, scaled));
-    PMO_TRY(wgrads(scaled, hidden));
+    if (f_.part == PMO_LAYER_WHOLE) PMO_TRY(wgrads(scaled, hidden));
     if (p_.d_x == nullptr) return PMO_OK;
     pmo_layer_codes matrix;
     PMO_TRY(codes_of(p_.turned_gate_up_codes, gate_up(), p_.transpose != 0, &matrix));

@@ -21,6 +21,12 @@ int check_facts(const pmo_layer_facts& f) {
   PMO_REQUIRE(f.dtype == PMO_FLOAT16 || f.dtype == PMO_BFLOAT16, "dtype", "PMO_FLOAT16 or PMO_BFLOAT16");
   const int32_t most_kept = f.float8 != 0 ? PMO_LAYER_KEEPS_CODES : PMO_LAYER_KEEPS;
   PMO_REQUIRE(f.keeps_hidden >= PMO_LAYER_RECOMPUTES && f.keeps_hidden <= most_kept, "keeps_hidden", "one of pmo_layer_hidden");
+  const bool is_part = f.part >= PMO_LAYER_WHOLE && f.part <= PMO_LAYER_WGRADS && (f.backward != 0 || f.part == PMO_LAYER_WHOLE);
+  PMO_REQUIRE(is_part, "part", "a pmo_layer_part, PMO_LAYER_WHOLE in a forward pass");
+  if (f.part == PMO_LAYER_WGRADS) {
+    PMO_REQUIRE(f.float8 == 0, "float8", "0 with PMO_LAYER_WGRADS");
+    PMO_REQUIRE(f.keeps_hidden == 0 && f.needs_d_weights == 0, "keeps_hidden", "0 with PMO_LAYER_WGRADS, as needs_d_weights");
+  }
   if (f.float8 == 0) return PMO_OK;
   PMO_REQUIRE(f.dtype == PMO_BFLOAT16, "dtype", "PMO_BFLOAT16 with float8 operands");
   PMO_REQUIRE(f.hidden % 16 == 0, "hidden", "a multiple of 16 with float8 operands");
@@ -38,8 +44,9 @@ int check_layer(const pmo_layer_facts& f, const pmo_layer_params& p) {
   };
   PMO_REQUIRE(has_rows(p.x, p.x_row_stride), "x", "rows at multiples of 16 bytes");
   if (is_backward) PMO_REQUIRE(has_rows(p.d_out, p.d_out_row_stride), "d_out", "rows at multiples of 16 bytes");
-  PMO_REQUIRE(is_16_bytes(p.gate_up), "gate_up", "an array at a multiple of 16 bytes");
-  PMO_REQUIRE(is_16_bytes(p.down), "down", "an array at a multiple of 16 bytes");
+  const bool reads_matrices = f.part != PMO_LAYER_WGRADS;
+  PMO_REQUIRE(!reads_matrices || is_16_bytes(p.gate_up), "gate_up", "an array at a multiple of 16 bytes");
+  PMO_REQUIRE(!reads_matrices || is_16_bytes(p.down), "down", "an array at a multiple of 16 bytes");
   PMO_REQUIRE(is_id_kind(p.sizes_kind) && is_id_kind(p.offsets_kind), "sizes_kind", "PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64");
   const bool has_hidden = p.hidden != nullptr;
   PMO_REQUIRE(f.num_rows == 0 || has_hidden == (f.keeps_hidden != 0), "hidden", "an array where facts.keeps_hidden");
@@ -47,6 +54,22 @@ int check_layer(const pmo_layer_facts& f, const pmo_layer_params& p) {
               "an array where facts.keeps_hidden is PMO_LAYER_KEEPS_CODES");
   PMO_REQUIRE(f.num_rows == 0 || (p.d_weights != nullptr) == (f.needs_d_weights != 0), "d_weights",
               "an array where facts.needs_d_weights");
+  const auto is_deferred = [&](const void* array, bool is_due) {
+    return f.num_rows == 0 || ((array != nullptr) == is_due && (!is_due || is_16_bytes(array)));
+  };
+  const bool are_dgrads = f.part == PMO_LAYER_DGRADS, are_wgrads = f.part == PMO_LAYER_WGRADS;
+  PMO_REQUIRE(is_deferred(p.scaled, are_dgrads || (are_wgrads && p.d_down != nullptr)), "scaled",
+              "an array at a multiple of 16 bytes with PMO_LAYER_DGRADS, or with PMO_LAYER_WGRADS and d_down");
+  PMO_REQUIRE(
+      is_deferred(p.d_hidden, (are_dgrads && f.keeps_hidden != PMO_LAYER_KEEPS) || (are_wgrads && p.d_gate_up != nullptr)),
+      "d_hidden",
+      "an array at a multiple of 16 bytes with PMO_LAYER_DGRADS and no values of H, or with PMO_LAYER_WGRADS "
+      "and d_gate_up");
+  if (f.part == PMO_LAYER_DGRADS) {
+    PMO_REQUIRE(p.d_gate_up == nullptr && p.d_down == nullptr, "d_gate_up", "NULL with PMO_LAYER_DGRADS, as d_down");
+  } else if (f.part == PMO_LAYER_WGRADS) {
+    PMO_REQUIRE(p.d_x == nullptr, "d_x", "NULL with PMO_LAYER_WGRADS");
+  }
   PMO_REQUIRE(is_16_bytes(p.workspace), "workspace", "an array at a multiple of 16 bytes");
   PMO_REQUIRE(is_backward || p.out != nullptr || f.num_tokens == 0, "out", "an array");
   const auto is_accumulation = [](int32_t value) { return value >= PMO_GROUPED_OVERWRITES && value <= PMO_GROUPED_ADDS_FLOAT32; };

@@ -41,6 +41,10 @@ class Pass {
 
  protected:
   void* take(int64_t bytes);  // of the workspace
+  // Rows of `columns` elements that outlive the pass if the caller gives memory for them.
+  void* given_or_taken(void* given, int64_t columns) {
+    return given != nullptr ? given : take(f_.num_rows * columns * kItemBytes);
+  }
 
   Rows x() const { return {p_.x, f_.num_tokens, f_.hidden, p_.x_row_stride}; }
   Rows d_out() const { return {p_.d_out, f_.num_tokens, f_.hidden, p_.d_out_row_stride}; }

@@ -137,7 +137,7 @@ pmo_layer_plan plan_of(const pmo_layer_facts& f) {
   if (!plan.gathers && f.float8 == 0) buffer = std::max(buffer, held_rows(f, plan) * f.hidden);
   plan.buffer_bytes = std::min(buffer, f.num_rows * f.hidden) * kItemBytes;
   // The buffer still contains its rows.
-  const bool d_out_is_permuted = !plan.gathers && plan.num_chunks <= 1 && f.float8 == 0;
+  const bool d_out_is_permuted = !plan.gathers && plan.num_chunks <= 1 && f.float8 == 0 && f.part == PMO_LAYER_WHOLE;
   const bool has_tokens = f.num_tokens > 0;
   plan.gathers_d_out = has_tokens && (plan.gathers || (!d_out_is_permuted && f.inner <= kMaxColumnsOfGatheringWgrad));
   plan.gathers_x = has_tokens && (plan.gathers || 2 * f.inner <= kMaxColumnsOfGatheringWgrad);
@@ -148,8 +148,9 @@ pmo_layer_plan plan_of(const pmo_layer_facts& f) {
   const int64_t rows_bytes = f.num_rows * kItemBytes;
   plan.bytes = aligned_bytes(plan.buffer_bytes) + aligned_bytes(4 * plan.tables_size);
   const bool has_hidden = f.keeps_hidden == PMO_LAYER_KEEPS;
-  if (is_backward || f.float8 == 0) plan.bytes += aligned_bytes(rows_bytes * f.inner);
-  if (is_backward && !has_hidden) plan.bytes += aligned_bytes(rows_bytes * 2 * f.inner);
+  const bool is_whole = f.part == PMO_LAYER_WHOLE;  // otherwise the caller has the memory
+  if (is_whole && (is_backward || f.float8 == 0)) plan.bytes += aligned_bytes(rows_bytes * f.inner);
+  if (is_whole && is_backward && !has_hidden) plan.bytes += aligned_bytes(rows_bytes * 2 * f.inner);
   if (f.float8 != 0) plan.bytes += float8_bytes(f, plan);
   if (is_backward && f.needs_d_weights) {
     plan.bytes += aligned_bytes(4 * f.num_rows * divide_up(f.inner, PMO_GROUPED_TILE_COLUMNS));

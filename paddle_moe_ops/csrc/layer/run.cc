@@ -11,7 +11,8 @@ namespace {
 class PlainPass : public Pass {
  public:
   PlainPass(const pmo_layer_facts& facts, const pmo_layer_params& params, const pmo_layer_kernels& kernels, void* stream)
-      : Pass(facts, params, kernels, stream), act_(take(f_.num_rows * f_.inner * kItemBytes)) {}
+      : Pass(facts, params, kernels, stream),
+        act_(f_.part == PMO_LAYER_WGRADS ? p_.scaled : given_or_taken(p_.scaled, f_.inner)) {}
 
   int forward() {
     PMO_TRY(compute_tables());
@@ -21,12 +22,15 @@ class PlainPass : public Pass {
   }
 
   int backward() {
-    void* const hidden = f_.keeps_hidden ? p_.hidden : take(f_.num_rows * 2 * f_.inner * kItemBytes);
     PMO_TRY(compute_tables());
+    if (f_.part == PMO_LAYER_WGRADS) return wgrads(p_.scaled, p_.d_hidden);
+    void* const hidden = f_.keeps_hidden ? p_.hidden : given_or_taken(p_.d_hidden, 2 * f_.inner);
     if (!f_.keeps_hidden) PMO_TRY(activations(hidden));
     PMO_TRY(activation_gradients(hidden));
-    buffer_has_d_out_ = plan_.num_chunks == 1;
-    PMO_TRY(wgrads(act_, hidden));
+    if (f_.part == PMO_LAYER_WHOLE) {
+      buffer_has_d_out_ = plan_.num_chunks == 1;
+      PMO_TRY(wgrads(act_, hidden));
+    }
     if (p_.d_x == nullptr) return PMO_OK;
     return gemm_unpermute(rows_of(hidden, 2 * f_.inner), p_.gate_up, !p_.transpose, nullptr, p_.d_x);
   }

@@ -46,6 +46,13 @@ typedef enum pmo_layer_hidden {
   PMO_LAYER_KEEPS_CODES = 2,  // Q(H), with float8 operands
 } pmo_layer_hidden;
 
+// The part of a backward pass that a call runs.
+typedef enum pmo_layer_part {
+  PMO_LAYER_WHOLE = 0,
+  PMO_LAYER_DGRADS = 1,  // all but dW1 and dW2; dH and s A stay in arrays of the caller
+  PMO_LAYER_WGRADS = 2,  // dW1 and dW2 from these, X and dO; reads neither matrices nor weights
+} pmo_layer_part;
+
 // All that the choices of a pass depend on.
 typedef struct pmo_layer_facts {
   int64_t struct_size;
@@ -61,8 +68,9 @@ typedef struct pmo_layer_facts {
   int32_t backward;         // 0: the forward pass
   int32_t keeps_hidden;     // pmo_layer_hidden
   int32_t needs_d_weights;  // whether the backward pass computes the gradient of the weights
-  int32_t float8;           // whether GEMMs other than wgrads have float8 operands
+  int32_t float8;           // whether GEMMs other than wgrads have float8 operands; 0 with PMO_LAYER_WGRADS
   int32_t has_codes;        // with float8: whether the codes of the matrices are given
+  int32_t part;             // pmo_layer_part of a backward pass
 } pmo_layer_facts;
 
 // The choices of a pass.
@@ -110,6 +118,8 @@ typedef struct pmo_layer_params {
   void* d_gate_up;           // shape of gate_up, or NULL
   void* d_down;              // shape of down, or NULL
   float* d_weights;          // [M] or NULL, as facts.needs_d_weights says
+  void* scaled;              // [M, n]: s A, written by PMO_LAYER_DGRADS, and read by PMO_LAYER_WGRADS for d_down
+  void* d_hidden;            // [M, 2n]: dH, likewise, for d_gate_up; PMO_LAYER_DGRADS leaves it in `hidden` if that has values
   // As facts.has_codes says. Forward: of both matrices. Backward: turned; gate_up_codes only if H is recomputed.
   pmo_layer_codes gate_up_codes, down_codes, turned_gate_up_codes, turned_down_codes;
   int32_t sizes_kind;  // PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64
