@@ -39,7 +39,7 @@ if _build_check.paddle_problem() is None:
     from .compat.paddle import patch_paddle, patched_paddle, unpatch_paddle
     from .explaining import explain
     from .functional import moe_permute, moe_unpermute, permute, sort_chunks, unpermute
-    from .mlp import Float8Matrices, moe_mlp
+    from .mlp import Float8Matrices, discard_dw, flush_dw, moe_mlp
     from .quantization import QuantizedMatrices, dequantize_1x128, quantize_1x128, quantize_experts, quantized_experts
     from .routing import Plan, route
 
@@ -51,7 +51,9 @@ __all__ = [
     "QuantizedMatrices",
     "__version__",
     "dequantize_1x128",
+    "discard_dw",
     "explain",
+    "flush_dw",
     "moe_mlp",
     "moe_permute",
     "moe_unpermute",

@@ -11,13 +11,18 @@ import paddle
 from paddle import Tensor, nn
 
 from . import _checks
-from ._graphs import to_dtype
-from .backends import Backend, Matrices, accumulated, stack_or_view
+from ._graphs import is_graph_value, to_dtype
+from .backends import Backend, Matrices, accumulated, stack_or_view, why_not
+from .backends.deferred import FLEET, why_not_deferred
 from .backends.quantized import FLOAT8_FORMAT, FORMATS, QuantizedMatrices, as_quantized
 
 __all__ = [
     "EVEN_COLUMNS",
     "Matrices",
+    "check_compute",
+    "check_deferrable",
+    "check_destinations",
+    "check_memory_options",
     "check_quantized_options",
     "each_of",
     "in_dtype",
@@ -28,6 +33,7 @@ __all__ = [
     "stacked",
 ]
 
+COMPUTE = (None, "fp8_1x128")
 EVEN_COLUMNS = "of 2 * n columns, n of the gate and n that it gates, n >= 1"
 
 
@@ -129,12 +135,66 @@ def quantized_pair(function: str, gate_up: Any, down: Any, experts: int, hidden:
     return columns
 
 
+def check_destinations(function: str, **given: Matrices) -> None:
+    """Check that the matrices and biases have gradients to which a backward pass can add."""
+    for argument, value in given.items():
+        for name, each in named(argument, value).items():
+            problem = why_not(each)
+            if problem is not None:
+                _checks.bad_value(function, name, *problem)
+
+
+def check_deferrable(function: str, x: Tensor, defer_dw: bool | str, **given: Matrices) -> None:
+    """Check that gradients of the matrices can be computed after the backward pass."""
+    if is_graph_value(x):
+        _checks.bad_value(function, "defer_dw", "False in a static graph", repr(defer_dw))
+    for argument, value in given.items():
+        for name, each in named(argument, value).items():
+            problem = why_not_deferred(each)
+            if problem is not None:
+                _checks.bad_value(function, name, *problem)
+
+
+def check_compute(function: str, compute: str | None, activation: str, has_biases: bool) -> None:
+    """Check the argument ``compute`` of `moe_mlp`."""
+    _checks.choice(function, "compute", compute, COMPUTE)
+    if compute is None:
+        return
+    conditions = ("with biases", has_biases), (f"with the activation {activation!r}", activation != "swiglu")
+    for where, holds in conditions:
+        if holds:
+            _checks.bad_value(function, "compute", f"None {where}", repr(compute))
+
+
+def check_memory_options(
+    function: str, keep: str, workspace_mb: int, accumulate: bool, compute: str | None, defer_dw: bool | str = False
+) -> None:
+    """Check the options of `moe_mlp` about memory, and about the time at which it computes gradients of matrices."""
+    _checks.choice(function, "keep", keep, ("h", "x", "h_fp8"))
+    if keep == "h_fp8" and compute is None:
+        _checks.bad_value(function, "keep", "'h' or 'x' without compute", repr(keep))
+    _checks.integer(function, "workspace_mb", workspace_mb, 1)
+    _checks.flag(function, "accumulate", accumulate)
+    if not isinstance(defer_dw, bool) and not (isinstance(defer_dw, str) and defer_dw == FLEET):
+        kind = _checks.bad_value if isinstance(defer_dw, str) else _checks.bad_type
+        kind(function, "defer_dw", f"True, False or {FLEET!r}", repr(defer_dw))
+
+
 def check_quantized_options(
-    function: str, matrix_format: str, keep: str, accumulate: bool, compute: str | None, float8_matrices: Any
+    function: str,
+    matrix_format: str,
+    keep: str,
+    accumulate: bool,
+    compute: str | None,
+    float8_matrices: Any,
+    defer_dw: bool | str,
 ) -> None:
     """Check the options of `moe_mlp` that depend on quantised matrices."""
     if accumulate:
         _checks.bad_value(function, "accumulate", "False with quantised matrices, which have no gradient", True)
+    if defer_dw:
+        expected = "False with quantised matrices, which have no gradient"
+        _checks.bad_value(function, "defer_dw", expected, repr(defer_dw))
     if keep == "h_fp8":
         _checks.bad_value(function, "keep", "'h' or 'x' with quantised matrices", repr(keep))
     if compute is not None and matrix_format != FLOAT8_FORMAT:

@@ -151,6 +151,7 @@ def quick_moe_mlp(
     keep: Any = "h",
     workspace_mb: Any = 1024,
     accumulate: Any = False,
+    defer_dw: Any = False,
     **more: Any,
 ) -> Tensor | None:
     """The result of a plain call of `moe_mlp`, or None for other calls."""
@@ -159,6 +160,7 @@ def quick_moe_mlp(
         or others
         or more
         or accumulate is not False
+        or defer_dw is not False
         or type(transpose) is not bool
         or type(workspace_mb) is not int
         or (type(activation), type(keep)) != (str, str)

@@ -16,6 +16,7 @@ from ._graphs import is_graph_value, untraced
 from ._matrices import Matrices, listed
 from .backends import OPERATORS, explain_operators, resolve
 from .backends.autograd import wants_gradient
+from .backends.deferred import FLEET
 from .backends.quantized import QuantizedMatrices
 from .backends.stacking import view_of
 from .mlp import Prepared, moe_mlp, prepared
@@ -98,19 +99,22 @@ def _lines_of_layer(arguments: tuple[Any, ...], options: dict[str, Any]) -> list
     wanted: Any = tuple(_wants_gradient(given[name]) for name in ("x", "gate_up", "down", "probs"))
     matrices = [listed(given[name]) for name in ("gate_up", "down")]
     name, tokens = call.backend.name, call.operands[0]
+    waits = _waits(call, given["defer_dw"], wanted)
     if call.why_composed is None:
         is_quantized = isinstance(call.operands[1], QuantizedMatrices)
         why = f"grouped_gemm of these tokens runs on {name}, and SwiGLU without biases is one layer there"
+        spec = call.spec._replace(deferral=given["defer_dw"]) if waits else call.spec
         return [
             f"{_LAYER}: {name}, as one layer",
             f"why: {'SwiGLU of codes, without biases, is one layer there' if is_quantized else why}",
             _kept(call, matrices, any(wanted)),
-            *call.backend.explain_moe_mlp(*call.operands[:4], call.spec, wanted),
+            *waits,
+            *call.backend.explain_moe_mlp(*call.operands[:4], spec, wanted),
         ]
     what = f"grouped_gemm, {given['activation']}, grouped_gemm and unpermute"
     kept = "kept: what each of these calls keeps; keep and workspace_mb make no difference"
     runs = ", ".join(f"{each} on {_backend_of(each, tokens)}" for each in ("grouped_gemm", "unpermute"))
-    return [f"{_LAYER}: {what}", f"why: {call.why_composed}", f"parts: {runs}", kept]
+    return [f"{_LAYER}: {what}", f"why: {call.why_composed}", f"parts: {runs}", kept, *waits]
 
 
 def _wants_gradient(given: Any) -> bool:
@@ -125,6 +129,22 @@ def _backend_of(operator: str, like: Tensor) -> str:
         return resolve(operator, like).name
     except RuntimeError as error:
         return f"none ({error})"
+
+
+def _waits(call: Prepared, defer_dw: bool | str, wanted: tuple[bool, ...]) -> list[str]:
+    """The line on gradients of matrices that are computed after the backward pass, if there are some."""
+    if not defer_dw or not any(wanted[1:3]):
+        return []
+    until = "pop() of WeightGradStore, if that is enabled" if defer_dw == FLEET else "flush_dw()"
+    tokens, _, down, *_ = call.operands
+    if call.why_composed is not None:
+        return [f"dW: waits for {until}; each GEMM keeps its rows and their gradient until then"]
+    if call.backend.name == "reference":
+        return [f"dW: computed in the backward pass, added by {until}"]
+    inner = down[0].shape[-1 if call.spec.transpose else -2]
+    columns = 2 * inner * wanted[1] + inner * wanted[2]
+    size = (2 * tokens.shape[0] * tokens.shape[1] + call.spec.plan.num_rows * columns) * tokens.element_size()
+    return [f"dW: waits for {until}; {size} bytes are kept until then, and the maps"]
 
 
 def _kept(call: Prepared, given: list[Matrices], wants_any: bool) -> str:

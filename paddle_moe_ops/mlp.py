@@ -8,7 +8,7 @@ T tokens of d columns, K slots each, N rows, E experts of inner size n.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import paddle
 from paddle import Tensor, nn
@@ -19,6 +19,10 @@ from ._graphs import is_graph_value, is_on_gpu, known_sizes, public, to_dtype
 from ._matrices import (
     EVEN_COLUMNS,
     Matrices,
+    check_compute,
+    check_deferrable,
+    check_destinations,
+    check_memory_options,
     check_quantized_options,
     each_of,
     in_dtype,
@@ -37,18 +41,17 @@ from .backends import (
     accumulated_each,
     chosen,
     resolve,
-    why_not,
 )
+from .backends.deferred import deferral_of, detached, discard_dw, flush_dw
 from .backends.experts import holds_others, is_default
 from .backends.layers import dequantized, quantized_layer
 from .backends.quantized import FLOAT8_FORMAT, QuantizedMatrices
 from .gemm import multiplied
 from .routing import Plan, as_plan, check_weights, tokens_of
 
-__all__ = ["Float8Matrices", "moe_mlp"]
+__all__ = ["Float8Matrices", "discard_dw", "flush_dw", "moe_mlp"]
 
 _NAME = "moe_mlp"
-COMPUTE = (None, "fp8_1x128")
 IN_GRAPH = "in a static graph, whose passes quantise the matrices each time"
 
 # Signatures of calls whose arguments passed the checks. The checks take longer than all launches of a call.
@@ -74,6 +77,7 @@ def moe_mlp(
     down_bias: Tensor | Sequence[Tensor] | nn.ParameterList | None = None,
     compute: str | None = None,
     float8_matrices: Float8Matrices | None = None,
+    defer_dw: bool | Literal["fleet"] = False,
 ) -> Tensor:
     """Run each token through its experts, and return the weighted sum of their outputs.
 
@@ -156,6 +160,15 @@ def moe_mlp(
             quantised values are multiplied in float32, which takes longer than ``None``. It needs the compiled library.
         float8_matrices: with ``compute`` in dygraph, the store that keeps quantised matrices from one call to the next,
             see `Float8Matrices`; None: each pass quantises those that it needs.
+        defer_dw: True: the backward pass computes the gradients of ``x``, ``probs`` and the biases, and leaves those of
+            the matrices (dW) to `flush_dw`, or to ``pop`` of Fleet's ``WeightGradStore`` if that is enabled in the
+            backward pass. "fleet": to ``pop`` alone; where the store is not enabled the backward pass computes dW. All
+            bits are those of False. Until then it keeps the tokens, the gradient of the result, and N rows of 3 n
+            columns: 2 T d + 3 N n elements (composed layers: N rows of 2 d + 3 n columns, biases or not). The values of
+            the matrices are not kept and may change. The matrices must be leaves, such as parameters. Use
+            ``backward()``: ``create_graph=True`` and `paddle.grad` of the matrices raise, and hooks on their gradients
+            receive None, then the gradient at the flush. A second backward pass through the same graph raises. On the
+            backend "reference" the backward pass computes dW, and only adding it waits.
 
     Returns:
         a tensor with the shape and dtype of ``x``.
@@ -166,7 +179,8 @@ def moe_mlp(
             bias that is not a leaf or whose ``main_grad`` does not fit; ``compute`` with biases or with another
             activation; ``keep="h_fp8"`` or ``float8_matrices`` without ``compute``, or the latter in a static graph or
             made of other matrices; ``compute`` where the compiled library has no operators; ``accumulate``,
-            ``keep="h_fp8"`` or ``float8_matrices`` with quantised matrices.
+            ``keep="h_fp8"`` or ``float8_matrices`` with quantised matrices; ``defer_dw`` in a static graph, with
+            quantised matrices, or with a matrix that is not a leaf.
 
     Examples:
         >>> import paddle
@@ -177,7 +191,8 @@ def moe_mlp(
         [16, 64]
     """
     options = activation, transpose, weights_by, keep, workspace_mb, accumulate
-    call = prepared(x, plan, probs, gate_up, down, *options, gate_up_bias, down_bias, compute, float8_matrices)
+    others = gate_up_bias, down_bias, compute, float8_matrices, defer_dw
+    call = prepared(x, plan, probs, gate_up, down, *options, *others)
     out = outputs_of(call)
     return out if len(x.shape) == 2 else out.reshape(known_sizes(x))
 
@@ -188,12 +203,15 @@ def outputs_of(call: Prepared) -> Tensor:
     spec, plan = call.spec, call.spec.plan
     if call.why_composed is None:
         return call.backend.moe_mlp(tokens, gate_up, down, weights, spec)
+    deferral, as_list = spec.deferral, call.backend.takes_lists
     if spec.accumulates:
-        gate_up, down = (_accumulated_matrices(each, call.backend.takes_lists) for each in (gate_up, down))
+        split = _accumulated_matrices if deferral is None else _split_matrices
+        gate_up, down = (split(each, as_list) for each in (gate_up, down))
         gate_up_bias, down_bias = _accumulated_biases(gate_up_bias, down_bias)
     groups = GemmSpec(plan.tokens_per_expert, plan.expert_offsets, spec.transpose, None, spec.validation)
-    hidden = multiplied(tokens, gate_up, None, gate_up_bias, groups._replace(plan=plan))
-    rows = multiplied(activate(hidden, call.activation), down, None, down_bias, groups)
+    of_gate_up, of_down = (None, None) if deferral is None else (deferral.of(0), deferral.of(1))
+    hidden = multiplied(tokens, gate_up, None, gate_up_bias, groups._replace(plan=plan, deferral=of_gate_up))
+    rows = multiplied(activate(hidden, call.activation), down, None, down_bias, groups._replace(deferral=of_down))
     return _checks.of_its_shape(_NAME, resolve("unpermute", rows).unpermute(rows, weights, plan))
 
 
@@ -235,11 +253,12 @@ def prepared(
     down_bias: Any,
     compute: str | None,
     float8_matrices: Float8Matrices | None,
+    defer_dw: bool | str,
 ) -> Prepared:
     """Check the arguments of `moe_mlp`, and choose the backend and the form of the layer."""
     gate_up, down, gate_up_bias, down_bias = map(listed, (gate_up, down, gate_up_bias, down_bias))
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
-    options = activation, transpose, weights_by, keep, workspace_mb, accumulate, compute
+    options = activation, transpose, weights_by, keep, workspace_mb, accumulate, compute, defer_dw
     casts = paddle.amp.is_autocast_enabled()
     signature = _signature(x, plan, probs, gate_up, down, biases, (*options, casts))
     if signature is None or signature not in _passed:
@@ -250,7 +269,7 @@ def prepared(
             _passed.add(signature)
     is_quantized = isinstance(gate_up, QuantizedMatrices)
     if is_quantized:
-        check_quantized_options(_NAME, gate_up.format, keep, accumulate, compute, float8_matrices)
+        check_quantized_options(_NAME, gate_up.format, keep, accumulate, compute, float8_matrices, defer_dw)
         transpose, compute = gate_up.transpose, None
     elif float8_matrices is not None:
         float8_matrices = _checked_float8_matrices(float8_matrices, x, gate_up, down, transpose, compute)
@@ -263,8 +282,10 @@ def prepared(
     if accumulate:
         given = {"gate_up": gate_up, "down": down, **biases}
         check_destinations(_NAME, **{name: each for name, each in given.items() if each is not None})
+    if defer_dw:
+        check_deferrable(_NAME, x, defer_dw, gate_up=gate_up, down=down)
     operands = tokens, gate_up, down, weights, gate_up_bias, down_bias
-    layer = LayerOptions(activation, transpose, keep, workspace_mb, accumulate, compute)
+    layer = LayerOptions(activation, transpose, keep, workspace_mb, accumulate, compute, defer_dw)
     if is_quantized:
         return prepared_quantized_layer(plan, operands, by_slot, layer)
     return prepared_layer(plan, operands, by_slot, layer, float8_matrices)
@@ -279,6 +300,7 @@ class LayerOptions(NamedTuple):
     workspace_mb: int
     accumulate: bool
     compute: str | None
+    defer_dw: bool | str = False
 
 
 def prepared_layer(
@@ -294,19 +316,24 @@ def prepared_layer(
         float8_matrices: see `moe_mlp`.
     """
     tokens, gate_up, down, weights, gate_up_bias, down_bias = operands
-    activation, transpose, keep, workspace_mb, accumulate, compute = options
+    activation, transpose, keep, workspace_mb, accumulate, compute, defer_dw = options
+    deferral = deferral_of(defer_dw, accumulate, gate_up, down)
+    if deferral is not None:
+        gate_up, down = map(detached, (gate_up, down))
     if paddle.amp.is_autocast_enabled() and is_on_gpu(tokens):
         dtype = getattr(paddle, paddle.amp.get_autocast_dtype())
         tokens = to_dtype(tokens, dtype)
         backend = resolve("grouped_gemm", tokens)
-        gate_up, down = (in_dtype(_NAME, each, dtype, backend, accumulates=accumulate) for each in (gate_up, down))
+        accumulates = accumulate and deferral is None
+        gate_up, down = (in_dtype(_NAME, each, dtype, backend, accumulates=accumulates) for each in (gate_up, down))
+        deferral = deferral and deferral._replace(fuses=False)
         if accumulate:
             gate_up_bias, down_bias = _accumulated_biases(gate_up_bias, down_bias)
             accumulate = False
     else:
         backend = resolve("grouped_gemm", tokens)
     validation = _checks.validation(_NAME, None, tokens)
-    how = validation, compute, float8_matrices, keep == "h_fp8"
+    how = validation, compute, float8_matrices, keep == "h_fp8", deferral
     spec = MlpSpec(plan, by_slot, transpose, keep != "x", int(workspace_mb) << 20, accumulate, *how)
     if activation != "swiglu" or gate_up_bias is not None or down_bias is not None:
         why_composed: str | None = "only SwiGLU without biases is one layer"
@@ -374,11 +401,11 @@ def _check(
     options: tuple,
 ) -> Plan:
     """Check all arguments, and return the plan."""
-    activation, transpose, weights_by, keep, workspace_mb, accumulate, compute = options
+    activation, transpose, weights_by, keep, workspace_mb, accumulate, compute, defer_dw = options
     _checks.choice(_NAME, "activation", activation, ACTIVATIONS)
     _checks.choice(_NAME, "weights_by", weights_by, (None, "row", "slot"))
     _checks.flag(_NAME, "transpose", transpose)
-    check_memory_options(_NAME, keep, workspace_mb, accumulate, compute)
+    check_memory_options(_NAME, keep, workspace_mb, accumulate, compute, defer_dw)
     has_biases = any(each is not None for each in biases.values())
     check_compute(_NAME, compute, activation, has_biases)
     plan = as_plan(_NAME, plan)
@@ -398,28 +425,12 @@ def _accumulated_matrices(given: Matrices, as_list: bool) -> Matrices:
     return accumulated_each(given) if as_list and isinstance(given, Tensor) else each_of(accumulated, given)
 
 
+def _split_matrices(given: Matrices, as_list: bool) -> Matrices:
+    return list(paddle.unbind(given)) if as_list and isinstance(given, Tensor) else given
+
+
 def _accumulated_biases(*biases: Matrices | None) -> list[Matrices | None]:
     return [None if bias is None else each_of(accumulated, bias) for bias in biases]
-
-
-def check_destinations(function: str, **given: Matrices) -> None:
-    """Check that the matrices and biases have gradients to which a backward pass can add."""
-    for argument, value in given.items():
-        for name, each in named(argument, value).items():
-            problem = why_not(each)
-            if problem is not None:
-                _checks.bad_value(function, name, *problem)
-
-
-def check_compute(function: str, compute: str | None, activation: str, has_biases: bool) -> None:
-    """Check the argument ``compute`` of `moe_mlp`."""
-    _checks.choice(function, "compute", compute, COMPUTE)
-    if compute is None:
-        return
-    conditions = ("with biases", has_biases), (f"with the activation {activation!r}", activation != "swiglu")
-    for where, holds in conditions:
-        if holds:
-            _checks.bad_value(function, "compute", f"None {where}", repr(compute))
 
 
 def _checked_float8_matrices(
@@ -438,15 +449,6 @@ def _checked_float8_matrices(
             _NAME, "float8_matrices", "empty or made of these matrices, in the same memory", "one of others"
         )
     return given
-
-
-def check_memory_options(function: str, keep: str, workspace_mb: int, accumulate: bool, compute: str | None) -> None:
-    """Check the options of `moe_mlp` about memory."""
-    _checks.choice(function, "keep", keep, ("h", "x", "h_fp8"))
-    if keep == "h_fp8" and compute is None:
-        _checks.bad_value(function, "keep", "'h' or 'x' without compute", repr(keep))
-    _checks.integer(function, "workspace_mb", workspace_mb, 1)
-    _checks.flag(function, "accumulate", accumulate)
 
 
 def _check_matrices(

@@ -116,6 +116,13 @@ class Call:
             kernels: the kernels of both passes, or None.
             inputs: the differentiable inputs, None for absent ones.
         """
+        self.kernels: Any = kernels  # with the ``*_backward`` verbs
+        self.outputs: list[tuple[Any, Any]] = []
+        self._watched: list[Any] = []
+        self.set_inputs(*inputs)
+
+    def set_inputs(self, *inputs: Tensor | None) -> None:
+        """Record the differentiable inputs."""
         given, wanted = [], []
         self._inputs: list[tuple[Any, Any]] = []
         for tensor in inputs:
@@ -123,10 +130,7 @@ class Call:
                 given.append(tensor)
                 wanted.append(not tensor.stop_gradient)
                 self._inputs.append((tensor.shape, tensor.dtype))
-        self.kernels: Any = kernels  # with the ``*_backward`` verbs
         self.wanted, self.place = tuple(wanted), with_elements(given).place
-        self.outputs: list[tuple[Any, Any]] = []
-        self._watched: list[Any] = []
 
     def watch(self, *tensors: Tensor) -> None:
         """Let the backward pass raise if one of these tensors, which it reads, was changed in place."""

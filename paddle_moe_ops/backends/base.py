@@ -136,6 +136,7 @@ class GemmSpec(NamedTuple):
     plan: Any  # maps rows to tokens if the operand contains tokens, otherwise None
     validation: Validation  # whether to check sizes and offsets that are tensors, for backends that need not
     is_checked: bool = False  # whether sizes and offsets are numbers that are known to fit the rows
+    deferral: Any = None  # a `deferred.Deferral` of the matrices; then the operand has their values
 
 
 class MlpSpec(NamedTuple):
@@ -153,6 +154,7 @@ class MlpSpec(NamedTuple):
         None  # for kernels, the result of `quantize_experts`; for a backend, the `Float8Matrices` that contains it
     )
     hidden_in_float8: bool = False  # with compute, whether the first GEMM's output is saved as codes and scales
+    deferral: Any = None  # a `deferred.Deferral` of both matrices; then the operands have their values
 
 
 class Verbs(Protocol):
@@ -344,6 +346,9 @@ class Kernels(Verbs, Protocol):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of the rows or tokens (dgrad), the matrices (wgrad), the weights and the bias."""
 
+    def grouped_wgrad(self, d_out: Tensor, x: Tensor, shape: Sequence[int], spec: GemmSpec) -> Tensor:
+        """Return the gradient of matrices of this shape alone, of a call without weights."""
+
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool
     ) -> tuple[Tensor, Tensors, Tensor | None, Tensor | None]:
@@ -373,3 +378,37 @@ class Kernels(Verbs, Protocol):
         The gradient of the weights is per slot or per row, as in the spec. A matrix whose gradient went to an
         `accumulation.Destination` has None.
         """
+
+    @property
+    def defers_wgrads(self) -> bool:
+        """True if `moe_mlp_dgrads` leaves work to `moe_mlp_wgrads`. Otherwise it computes the gradients of matrices."""
+
+    def moe_mlp_dgrads(
+        self,
+        d_out: Tensor,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        weights: Tensor | None,
+        hidden: Tensors,
+        tables: Tensor | None,
+        spec: MlpSpec,
+        wanted: tuple[bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, Tensor]]:
+        """`moe_mlp_backward` without the matrices: gradients of x and the weights, and two tensors for the others.
+
+        The first tensor belongs to gate_up, the gradient of the first GEMM's output, and the second to down, the
+        weighted output of the activation.
+        """
+
+    def moe_mlp_wgrads(
+        self,
+        kept: tuple[Tensor | None, Tensor | None],
+        d_out: Tensor,
+        x: Tensor,
+        inner: int,
+        tables: Tensor | None,
+        spec: MlpSpec,
+        destinations: tuple[Any, Any],
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of the matrices whose tensor is kept; None for those added to a destination."""

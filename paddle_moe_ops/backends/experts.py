@@ -22,6 +22,7 @@ from .base import (
     Tensors,
 )
 from .changes import changes_of, count_changes
+from .deferred import finished, owned
 from .stacking import alias_of, destination_of_matrices, stack_or_view
 
 __all__ = [
@@ -186,6 +187,18 @@ def _contiguous(operands: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     return tuple([each if each is None or each.is_contiguous() else dense(each) for each in operands])
 
 
+def _groups(spec: GemmSpec) -> list[Tensor]:
+    """The tensors that define the rows of a GEMM."""
+    plan = spec.plan
+    maps = () if plan is None else (plan.token_rows, plan.row_to_token)
+    return [each for each in (spec.m_sizes, spec.expert_offsets, *maps) if isinstance(each, Tensor)]
+
+
+def _maps(plan: Any) -> Tensors:
+    """The tensors of a plan that a layer reads."""
+    return plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets
+
+
 class GroupedGemm(Call):
     function = "grouped_gemm"
 
@@ -193,9 +206,7 @@ class GroupedGemm(Call):
         self, kernels: Kernels, x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | None, spec: GemmSpec
     ) -> None:
         super().__init__(kernels, x, w, weights, bias)
-        self.watch(*(each for each in (spec.m_sizes, spec.expert_offsets) if isinstance(each, Tensor)))
-        if spec.plan is not None:
-            self.watch(spec.plan.token_rows, spec.plan.row_to_token)
+        self.watch(*_groups(spec))
         self.operands: Any = (x, w, weights, bias)
         self.is_given = tuple(each is not None for each in self.operands)
         self.spec = spec
@@ -215,6 +226,36 @@ class GroupedGemm(Call):
         return first_order_only(self, made, *gradients, *operands)
 
 
+class DeferredGemm(GroupedGemm):
+    """A grouped GEMM whose wgrad is deferred. Its inputs are rows, weights, bias and the parameters."""
+
+    def __init__(
+        self, kernels: Kernels, x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | None, spec: GemmSpec
+    ) -> None:
+        super().__init__(kernels, x, w, weights, bias, spec)
+        self.set_inputs(x, weights, bias, *spec.deferral.leaves)
+        self.watch(*spec.deferral.leaves)
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        kernels, spec, (d_out,) = self.kernels, self.spec._replace(deferral=None), gradients
+        saved, wants = iter(self.saved), iter(self.wanted)
+        operands: list[Any] = [next(saved) if given else None for given in self.is_given]
+        x, w, weights, bias = operands
+        want_x, want_weights, want_bias = (given and next(wants) for given in (True, *self.is_given[2:]))
+        waits = weights is None  # otherwise wgrad reads a result of dgrad
+        wanted = want_x, not waits, want_weights, want_bias
+        d_x, d_w, d_weights, d_bias = kernels.grouped_gemm_backward(d_out, *operands, spec, wanted)
+        shape = w.shape
+        d_out = owned(d_out) if waits else d_out
+
+        def compute(_: Any) -> tuple[Tensor]:
+            return (kernels.grouped_wgrad(d_out, x, shape, spec) if waits else d_w,)
+
+        made = d_x, *[d_weights] * (weights is not None), *[d_bias] * (bias is not None)
+        read = (x, *_groups(spec)) if waits else ()
+        return finished(self, self.spec.deferral, made, (True,), compute, read)
+
+
 class MoeMlp(Call):
     function = "moe_mlp"
 
@@ -229,8 +270,7 @@ class MoeMlp(Call):
         parameters: tuple[Matrices, Matrices],
     ) -> None:
         super().__init__(kernels, x, gate_up, down, weights)
-        plan = spec.plan
-        self.watch(plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets)
+        self.watch(*_maps(spec.plan))
         self.operands: Any = (x, gate_up, down, weights)
         self.spec = spec
         self.parameters = parameters if spec.accumulates else ()
@@ -244,7 +284,8 @@ class MoeMlp(Call):
         self.save(*operands[:3], weights, *hidden, unread=unread)
         return (out,)
 
-    def differentiate(self, *gradients: Tensor) -> Gradients:
+    def _operands(self) -> tuple[Any, ...]:
+        """The operands of the backward pass, which may overwrite some of them."""
         x, gate_up, down, *others = self.saved
         weights = others.pop(0) if self.has_weights else None
         if self.is_spent:
@@ -253,14 +294,48 @@ class MoeMlp(Call):
                 "this call, so nothing can use it again, even with retain_graph=True; with keep='x' it can"
             )
         self.is_spent = bool(others) and self.kernels.overwrites_hidden
+        return x, gate_up, down, weights, tuple(others), self.tables
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        operands = self._operands()
         destinations: tuple[Any, ...] = (None, None)
         if self.parameters:
             wanted = zip(self.wanted[1:3], self.parameters, strict=True)
             destinations = tuple(destination_of_matrices(each) if want else None for want, each in wanted)
         self.added = frozenset(number for number, each in enumerate(destinations, 1) if each is not None)
-        operands = x, gate_up, down, weights, tuple(others), self.tables
         made = self.kernels.moe_mlp_backward(*gradients, *operands, self.spec, (*self.wanted, False)[:4], destinations)
-        return first_order_only(self, made[: len(self.wanted)], *gradients, x, gate_up, down, weights)
+        return first_order_only(self, made[: len(self.wanted)], *gradients, *operands[:4])
+
+
+class DeferredMlp(MoeMlp):
+    """A layer whose gradients of the matrices are deferred. Its inputs are tokens, weights and the parameters."""
+
+    def __init__(
+        self, kernels: Kernels, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec
+    ) -> None:
+        super().__init__(kernels, x, gate_up, down, weights, spec._replace(accumulates=False), (gate_up, down))
+        self.set_inputs(x, weights, *spec.deferral.leaves)
+        self.has_d_weights = weights is not None
+        if spec.quantized is None:
+            self.watch(*spec.deferral.leaves)
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        kernels, deferral, tables, (d_out,) = self.kernels, self.spec.deferral, self.tables, gradients
+        x, gate_up, down, *others = self._operands()
+        want_x, want_weights = self.wanted[0], self.has_d_weights and self.wanted[1]
+        wanted = [not all(leaf.stop_gradient for leaf in _listed(each)) for each in deferral.matrices]
+        d_x, d_weights, made = kernels.moe_mlp_dgrads(
+            d_out, x, gate_up, down, *others, self.spec, (want_x, want_weights)
+        )
+        kept = tuple(each if want else None for each, want in zip(made, wanted, strict=True))
+        inner, spec = gate_up.shape[1 if self.spec.transpose else 2] // 2, self.spec
+        spec, d_out = spec._replace(quantized=None, deferral=None), owned(d_out)  # codes would stay allocated
+
+        def compute(destinations: Any) -> tuple[Tensor | None, Tensor | None]:
+            return kernels.moe_mlp_wgrads(kept, d_out, x, inner, tables, spec, destinations)
+
+        read = (x, *_maps(spec.plan)) if kernels.defers_wgrads else ()
+        return finished(self, deferral, (d_x, d_weights)[: 1 + self.has_d_weights], wanted, compute, read)
 
 
 def connect_experts(backend: Backend, x: Tensor, tensors: Tensors, *others: Any) -> Tensor:
@@ -284,7 +359,7 @@ def connected_mlp(
         each if isinstance(each, Tensor) else stack_or_view(each, "moe_mlp", accumulates=spec.accumulates)
         for each in given
     ]
-    trains = wants_gradient(x, gate_up, down, weights)
+    trains = spec.deferral is not None or wants_gradient(x, gate_up, down, weights)
     if spec.quantized is not None:
         matrices = gate_up.detach(), down.detach(), spec.transpose, trains
         made = made_by(spec.quantized, kernels.name, lambda: kernels.quantize_experts(*matrices))
@@ -294,4 +369,6 @@ def connected_mlp(
     if not trains:
         return kernels.moe_mlp(x, gate_up, down, weights, spec, False)[0]
     operands = x, gate_up, down, weights
+    if spec.deferral is not None:
+        return connect(DeferredMlp(kernels, *operands, spec), x, weights, *spec.deferral.leaves)[0]
     return connect(MoeMlp(kernels, *operands, spec, given), *operands)[0]

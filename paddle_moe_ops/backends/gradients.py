@@ -30,7 +30,7 @@ from .base import (
     TopkSpec,
     Validation,
 )
-from .experts import GroupedGemm, connected_mlp
+from .experts import DeferredGemm, GroupedGemm, connected_mlp
 from .stacking import stack_or_view
 
 __all__ = ["WithGradients"]
@@ -405,6 +405,8 @@ class WithGradients:
     ) -> Tensor:
         w, bias = (stack_or_view(each, "grouped_gemm") if isinstance(each, Sequence) else each for each in (w, bias))
         operands = x, w, weights, bias
+        if spec.deferral is not None:
+            return connect(DeferredGemm(self.kernels, *operands, spec), x, weights, bias, *spec.deferral.leaves)[0]
         if not wants_gradient(*operands):
             return self.kernels.grouped_gemm(*operands, spec)
         return connect(GroupedGemm(self.kernels, *operands, spec), *operands)[0]

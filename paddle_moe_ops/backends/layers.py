@@ -8,6 +8,7 @@ matrices to existing ones, keeps quantised matrices from one call to the next, a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import paddle
@@ -69,7 +70,7 @@ def layer_by_library(x: Tensor, gate_up: Matrices, down: Matrices, weights: Tens
     if spec.validation != Validation.OFF and not in_graph:
         check_plan_groups(spec.plan)
     with without_autocast():
-        if in_graph or (spec.compute is None and not spec.accumulates):
+        if in_graph or (spec.compute is None and not spec.accumulates and spec.deferral is None):
             return _by_operator(x, gate_up, down, weights, spec, in_graph)
         tokens, gate_up, down = _in_one_dtype(x, gate_up, down)
         kernels = _on_kernels if has_layer_kernels(tokens, down, spec) else _by_matmul
@@ -130,6 +131,7 @@ class LayerKernels:
     def __init__(self, has_kernels: bool) -> None:
         self.name = "compiled" if has_kernels else "matmul"
         self.overwrites_hidden = has_kernels
+        self.defers_wgrads = True
 
     def quantize_experts(self, gate_up: Tensor, down: Tensor, transpose: bool, both: bool) -> Tensors:
         """Codes and scales of both matrices for the forward pass, then the backward pass, which may share them."""
@@ -174,20 +176,66 @@ class LayerKernels:
         wanted: tuple[bool, bool, bool, bool],
         destinations: tuple[Any, Any],
     ) -> tuple[Tensor | None, ...]:
+        sums, operands = self._sums(destinations), (d_out, x, gate_up, down, weights, hidden)
+        d_x, *matrices, d_weights = self._backward(*operands, spec, sums, wanted, False)
+        return d_x, *_put(destinations, matrices), d_weights
+
+    def moe_mlp_dgrads(
+        self,
+        d_out: Tensor,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        weights: Tensor | None,
+        hidden: Tensors,
+        tables: None,
+        spec: MlpSpec,
+        wanted: tuple[bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, Tensor]]:
+        all_wanted = wanted[0], False, False, wanted[1]
+        made = self._backward(d_out, x, gate_up, down, weights, hidden, spec, (None, None), all_wanted, True)
+        d_x, _, _, d_weights, d_hidden, scaled = made
+        return d_x, d_weights, (d_hidden, scaled)
+
+    def moe_mlp_wgrads(
+        self,
+        kept: tuple[Tensor | None, Tensor | None],
+        d_out: Tensor,
+        x: Tensor,
+        inner: int,
+        tables: None,
+        spec: MlpSpec,
+        destinations: tuple[Any, Any],
+    ) -> tuple[Tensor | None, Tensor | None]:
+        maps, options = _maps(spec), (inner, spec.transpose, spec.workspace, spec.compute is not None)
+        made = compiled.direct("layer_wgrads", x, *maps, *kept, d_out, *self._sums(destinations), *options)
+        d_gate_up, d_down = _put(destinations, made)
+        return d_gate_up, d_down
+
+    def _backward(
+        self,
+        d_out: Tensor,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        weights: Tensor | None,
+        hidden: Tensors,
+        spec: MlpSpec,
+        sums: Sequence[Tensor | None],
+        wanted: tuple[bool, bool, bool, bool],
+        defers: bool,
+    ) -> tuple[Any, ...]:
         gate_up_codes, _, turned_gate_up, turned_down = self._codes(spec)
-        sums = [None if each is None or not self.overwrites_hidden else each.tensor for each in destinations]
-        made = compiled.direct(
+        return compiled.direct(
             "layer_backward",
             *_operands(x, gate_up, down, weights, spec),
             *(*gate_up_codes, *turned_gate_up, *turned_down, *(*hidden, None, None)[:2]),
-            *(d_out, *sums, *self._options(weights, spec), *wanted),
+            *(d_out, *sums, *self._options(weights, spec), *wanted, defers),
         )
-        gradients = list(made)
-        for index, destination in enumerate(destinations, 1):
-            if destination is not None and gradients[index] is not None:
-                put(destination, gradients[index])
-                gradients[index] = None
-        return tuple(gradients)
+
+    def _sums(self, destinations: tuple[Any, Any]) -> list[Tensor | None]:
+        """The tensors that kernels add to."""
+        return [None if each is None or not self.overwrites_hidden else each.tensor for each in destinations]
 
     def _codes(self, spec: MlpSpec) -> tuple[tuple[Tensor | None, Tensor | None], ...]:
         """Codes and scales of gate_up and down, then those of the backward pass; None where a pass quantises them."""
@@ -207,15 +255,27 @@ class LayerKernels:
 _on_kernels, _by_matmul = LayerKernels(True), LayerKernels(False)
 
 
+def _put(destinations: tuple[Any, Any], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Add gradients of matrices to their destinations, unless kernels have; return those without one."""
+    for destination, gradient in zip(destinations, gradients, strict=True):
+        if destination is not None and gradient is not None:
+            put(destination, gradient)
+    pairs = zip(destinations, gradients, strict=True)
+    return [gradient if destination is None else None for destination, gradient in pairs]
+
+
 def quantized_matrices(matrices: Tensor) -> tuple[Tensor, ...]:
     """Float8 codes of matrices [E, A, B], and a scale for each 128 x 128 elements."""
     return compiled.direct("quantize_matrices", matrices, True, False)[:2]
 
 
 def _operands(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec) -> tuple[Tensor, ...]:
+    return x, gate_up, down, _ones(spec.plan) if weights is None else weights, *_maps(spec)
+
+
+def _maps(spec: MlpSpec) -> tuple[Tensor, ...]:
     plan = spec.plan
-    maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets, plan.slot_to_row
-    return x, gate_up, down, _ones(plan) if weights is None else weights, *maps
+    return plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets, plan.slot_to_row
 
 
 def _transposed(codes_or_scales: Tensor) -> Tensor:
@@ -233,7 +293,8 @@ def explain_library(x: Tensor, down: Matrices, spec: MlpSpec, wanted: tuple[bool
     sizes = x.shape[0], spec.plan.num_rows, len(down), x.shape[1], inner, spec.workspace
     options = keep, wanted[3], float8, spec.quantized is not None
     plans = [_Choices(*native.layer_plan(*sizes, backward, *options)) for backward in (0, 1)]
-    how = "both passes of the compiled library, called by a node" if float8 or spec.accumulates else _OPERATOR
+    by_node = float8 or spec.accumulates or spec.deferral is not None
+    how = "both passes of the compiled library, called by a node" if by_node else _OPERATOR
     lines = [f"runs as: {how}"]
     for name, plan in zip(("forward", "backward")[: 1 + any(wanted)], plans, strict=False):
         chunks = plan.row_chunks or "none, GEMMs gather token rows"

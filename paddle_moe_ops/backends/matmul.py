@@ -21,7 +21,9 @@ from .._graphs import (
     without_autocast,
 )
 from . import compiled
+from .autograd import Call, Gradients, connect
 from .base import GemmSpec, Validation
+from .deferred import Deferral, finished, owned
 from .groups import host_segments
 from .layers import LayerOperators
 
@@ -59,6 +61,9 @@ class MatmulBackend(LayerOperators):
             with without_autocast():
                 return _by_operator(x, w, weights, bias, spec)
         segments = _segments(x, len(w) if isinstance(w, Sequence) else w.shape[0], spec)
+        if spec.deferral is not None:
+            with without_autocast():
+                return _deferred_list(x, w, weights, bias, segments, spec)
         if is_on_gpu(x):
             return _multiply(x, w, weights, bias, segments, spec.transpose)
         # Paddle has no matmul of 16-bit types on the CPU, and lacks gradients of the operators around it.
@@ -76,10 +81,100 @@ def _by_operator(x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | No
     offsets = None if spec.expert_offsets is None else _on_device(spec.expert_offsets, x)
     operands = (x, w) if x.dtype == w.dtype else (float32(x), float32(w))
     is_whole = weights is None and bias is None
-    rows = compiled.grouped_product(*operands, sizes, offsets, spec.transpose, wide=not is_whole)
+    if spec.deferral is None:
+        rows = compiled.grouped_product(*operands, sizes, offsets, spec.transpose, wide=not is_whole)
+    else:
+        rows = _connected(_DeferredProduct(*operands, sizes, offsets, spec, not is_whole), spec.deferral)
     if not is_whole:
         rows = _multiply(rows, None, weights, float32(bias), _segments(x, w.shape[0], spec), spec.transpose)
     return to_dtype(rows, x.dtype)
+
+
+class _Deferred(Call):
+    """A grouped GEMM whose wgrad is deferred. Its inputs are rows and the parameters."""
+
+    function = "grouped_gemm"
+
+    def __init__(self, x: Tensor, spec: GemmSpec) -> None:
+        super().__init__(None, x, *spec.deferral.leaves)
+        self.x, self.transpose, self.deferral = x, spec.transpose, spec.deferral
+        self.watch(*spec.deferral.leaves)
+        self.watch(*(each for each in (spec.m_sizes, spec.expert_offsets) if isinstance(each, Tensor)))
+
+
+def _connected(call: _Deferred, deferral: Deferral) -> Tensor:
+    return connect(call, call.x, *deferral.leaves)[0]
+
+
+class _DeferredProduct(_Deferred):
+    """`compiled.grouped_product`."""
+
+    def __init__(self, x: Tensor, w: Tensor, sizes: Tensor, offsets: Tensor | None, spec: GemmSpec, wide: bool) -> None:
+        super().__init__(x, spec)
+        self.w, self.wide = w, wide
+        self.groups = sizes, sizes if offsets is None else offsets, spec.transpose, offsets is None
+
+    def run(self) -> tuple[Tensor, ...]:
+        x, w = self.x.detach(), self.w
+        del self.x, self.w
+        self.save(x, w)
+        return compiled.direct("grouped_product", x, w, *self.groups, self.wide, False, False)
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        (x, w), d_out, groups = self.saved, owned(*gradients), self.groups
+        d_x = compiled.direct("grouped_dgrad", d_out, w, *groups)[0] if self.wanted[0] else None
+
+        def compute(_: Any) -> tuple[Tensor, ...]:
+            return compiled.direct("grouped_wgrad", x, d_out, *groups)
+
+        return finished(self, self.deferral, (d_x,), (True,), compute, (x, *groups[:2]))
+
+
+class _DeferredList(_Deferred):
+    """GEMMs with the matrices of a list, one by one. Rows of no group are 0."""
+
+    def __init__(self, x: Tensor, w: Sequence[Tensor], segments: list[int], spec: GemmSpec) -> None:
+        super().__init__(x, spec)
+        self.w, self.segments = w, segments
+
+    def run(self) -> tuple[Tensor, ...]:
+        x, w = self.x.detach(), self.w
+        del self.x, self.w
+        self.save(x, *w)
+        return (_multiply(x, w, None, None, self.segments, self.transpose),)
+
+    def differentiate(self, *gradients: Tensor) -> Gradients:
+        x, *w = self.saved
+        d_out, segments, transpose = owned(*gradients), self.segments, self.transpose
+        d_x = _multiply(d_out, w, None, None, segments, not transpose) if self.wanted[0] else None
+        shapes, dtype = [each.shape for each in w], w[0].dtype
+
+        def compute(_: Any) -> tuple[list[Tensor]]:
+            parts = zip(_split(x, segments)[1::2], _split(d_out, segments)[1::2], shapes, strict=True)
+            return ([_wgrad(rows, d_rows, transpose, shape, dtype) for rows, d_rows, shape in parts],)
+
+        return finished(self, self.deferral, (d_x,), (True,), compute, (x,))
+
+
+def _wgrad(x: Tensor, d_out: Tensor, transpose: bool, shape: list[int], dtype: Any) -> Tensor:
+    """The gradient of one matrix."""
+    if x.shape[0] == 0:
+        return filled(shape, 0, dtype, like=x)
+    return paddle.matmul(d_out, x, transpose_x=True) if transpose else paddle.matmul(x, d_out, transpose_x=True)
+
+
+def _deferred_list(
+    x: Tensor, w: Any, weights: Tensor | None, bias: Tensor | None, segments: Any, spec: GemmSpec
+) -> Tensor:
+    """`_multiply` with deferred gradients of the matrices."""
+    matrices = w if isinstance(w, Sequence) else paddle.unbind(w)
+    rows = x
+    if not is_on_gpu(x):
+        matrices, rows = [float32(each) for each in matrices], float32(x)
+    made = _connected(_DeferredList(rows, matrices, segments, spec), spec.deferral)
+    if weights is not None or bias is not None:
+        made = _multiply(made, None, weights, float32(bias), segments, spec.transpose)
+    return to_dtype(made, x.dtype)
 
 
 def _knows_groups(x: Tensor, spec: GemmSpec) -> bool:

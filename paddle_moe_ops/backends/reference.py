@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -61,6 +62,7 @@ class ReferenceKernels:
 
     name = "reference"
     overwrites_hidden = False
+    defers_wgrads = False
     operators = None
     dtypes: ClassVar[dict[str, Any]] = {}
 
@@ -288,6 +290,12 @@ class ReferenceKernels:
         d_weights = None if weights is None else others.pop(0)
         return d_x, d_w, d_weights, others[0] if others else None
 
+    def grouped_wgrad(self, d_out: Tensor, x: Tensor, shape: Sequence[int], spec: GemmSpec) -> Tensor:
+        unread = np.zeros(shape, numpy_dtype(x.dtype))
+        options = _gemm_options(spec, x, None, None)
+        made = reference.grouped_gemm_backward(to_numpy(d_out), to_numpy(x), unread, **options)
+        return to_tensor(made[1], x.place)
+
     def explain_moe_mlp(self, *call: Any) -> list[str]:
         return []
 
@@ -339,6 +347,39 @@ class ReferenceKernels:
         if spec.weights_by_slot:
             gradients[3] = self.rows_to_slots(gradients[3], spec.plan)
         return tuple(gradients)
+
+    def moe_mlp_dgrads(
+        self,
+        d_out: Tensor,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        weights: Tensor | None,
+        hidden: Tensors,
+        tables: Tensor | None,
+        spec: MlpSpec,
+        wanted: tuple[bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, tuple[Any, Any]]:
+        operands = d_out, x, gate_up, down, weights, hidden, tables, spec, (True,) * 4
+        d_x, d_gate_up, d_down, d_weights = self.moe_mlp_backward(*operands, (None, None))
+        return d_x, d_weights, (d_gate_up, d_down)
+
+    def moe_mlp_wgrads(
+        self,
+        kept: tuple[Tensor | None, Tensor | None],
+        d_out: Tensor,
+        x: Tensor,
+        inner: int,
+        tables: Tensor | None,
+        spec: MlpSpec,
+        destinations: tuple[Any, Any],
+    ) -> tuple[Tensor | None, Tensor | None]:
+        gradients = list(kept)
+        for index, destination in enumerate(destinations):
+            if destination is not None:
+                put(destination, kept[index])
+                gradients[index] = None
+        return gradients[0], gradients[1]
 
 
 def _layer(

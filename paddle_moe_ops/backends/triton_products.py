@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import paddle
@@ -23,6 +24,7 @@ class ProductKernels:
     """The verbs of `base.Kernels` whose kernels are GEMMs."""
 
     overwrites_hidden = True
+    defers_wgrads = True
 
     def grouped_gemm(self, x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | None, spec: GemmSpec) -> Tensor:
         from ..triton.gemm.grouped_gemm import grouped_gemm
@@ -76,6 +78,21 @@ class ProductKernels:
         key = "grouped_gemm_backward", wanted, spec.transpose, *facts_of(device, *inputs)
         d_x, d_w, d_weights, d_bias = recorded(device, key, inputs, call)
         return d_x, d_w, d_weights, d_bias
+
+    def grouped_wgrad(self, d_out: Tensor, x: Tensor, shape: Sequence[int], spec: GemmSpec) -> Tensor:
+        from ..triton.gemm.grouped_gemm import wgrad
+        from ..triton.recording import facts_of, recorded
+
+        device, maps = device_of(x), _gemm_maps(spec, None)
+        d_out, x, groups = dense_rows(d_out), dense_rows(x), _gemm_groups(spec, x)
+        matrices = _without_memory(x, shape)
+
+        def call(device: Any) -> tuple[Any]:
+            return (wgrad(device, d_out, x, matrices, groups, spec.transpose, maps["tokens"]),)
+
+        inputs = d_out, x, *groups, *(maps["tokens"] or ())
+        key = "grouped_wgrad", spec.transpose, tuple(shape), *facts_of(device, *inputs)
+        return recorded(device, key, inputs, call)[0]
 
     def explain_moe_mlp(
         self,
@@ -144,13 +161,82 @@ class ProductKernels:
             made = _recorded_mlp_backward(device, options, *given, wanted, destinations)
         return tuple(made)
 
+    def moe_mlp_dgrads(
+        self,
+        d_out: Tensor,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        weights: Tensor | None,
+        hidden: Tensors,
+        tables: Tensor | None,
+        spec: MlpSpec,
+        wanted: tuple[bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, Tensor]]:
+        from ..triton.gemm.mlp import moe_mlp_dgrads
+        from ..triton.gemm.types import Kept
+        from ..triton.recording import facts_of, recorded
+
+        device, operands = device_of(x, gate_up), _dense(_operands_of_layer(x, gate_up, down, weights, spec))
+        layer, d_out, given = (
+            _layer(operands, spec)._replace(slots=operands.slots),
+            dense_rows(d_out),
+            (*hidden, None)[0],
+        )
+
+        def call(device: Any) -> tuple[Any, ...]:
+            made, d_hidden, scaled = moe_mlp_dgrads(device, d_out, operands.x, Kept(given, tables), layer, wanted)
+            return made.x, made.weights, d_hidden if given is None else None, scaled
+
+        inputs = d_out, given, tables, *operands
+        key = "moe_mlp_dgrads", wanted, *_options(spec), *facts_of(device, *inputs)
+        d_x, d_weights, d_hidden, scaled = recorded(device, key, inputs, call)
+        return d_x, d_weights, (given if d_hidden is None else d_hidden, scaled)
+
+    def moe_mlp_wgrads(
+        self,
+        kept: tuple[Tensor | None, Tensor | None],
+        d_out: Tensor,
+        x: Tensor,
+        inner: int,
+        tables: Tensor | None,
+        spec: MlpSpec,
+        destinations: tuple[Any, Any],
+    ) -> tuple[Tensor | None, Tensor | None]:
+        from ..triton.gemm.mlp import moe_mlp_wgrads
+        from ..triton.recording import facts_of, recorded
+
+        device, hidden, experts = device_of(x), x.shape[1], spec.plan.tokens_per_expert.shape[0]
+        shapes = (hidden, 2 * inner), (inner, hidden)
+        gate_up, down = (_without_memory(x, (experts, *(shape[::-1] if spec.transpose else shape))) for shape in shapes)
+        d_out, x, maps = dense_rows(d_out), dense_rows(x), _operands_of_layer(x, x, x, None, spec)[3:7]
+        maps = tuple(map(dense, maps))
+        layer = _layer(_Operands(x, gate_up, down, *maps, None, None), spec)
+        into = tuple(each and each[0] for each in destinations)
+        adds = tuple(each and each[1] for each in destinations)
+
+        def call(device: Any) -> tuple[Any, Any]:
+            made = moe_mlp_wgrads(device, d_out, x, *kept, layer, tables, destinations)
+            first, second = (each if to is None else None for each, to in zip(made, destinations, strict=True))
+            return first, second
+
+        inputs = d_out, x, *kept, *maps, tables, *into
+        key = "moe_mlp_wgrads", inner, adds, *_options(spec), *facts_of(device, *inputs)
+        d_gate_up, d_down = recorded(device, key, inputs, call)
+        return d_gate_up, d_down
+
+
+def _without_memory(like: Tensor, shape: Sequence[int]) -> Any:
+    """An array of a shape, on the GPU of a tensor and of its dtype, that no launch reads."""
+    from ..triton.launch.dry_run import FakeArray
+
+    return FakeArray(shape, device_of(like).dtype_name(like), like.data_ptr())
+
 
 def _stacked(given: Matrices) -> Any:
     """Stacked matrices as an array without memory, at the address of the first one, so on the same GPU."""
-    from ..triton.launch.dry_run import FakeArray
-
     first, shape = (given, given.shape) if isinstance(given, Tensor) else (given[0], [len(given), *given[0].shape])
-    return FakeArray(shape, device_of(first).dtype_name(first), first.data_ptr())
+    return _without_memory(first, shape)
 
 
 def _chunks_text(device: Any, x: Tensor, gate_up: Any, down: Any, spec: MlpSpec) -> str:

@@ -19,6 +19,7 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.hybrid_parallel_
 from paddle.incubate.distributed.models.moe import ClipGradForMOEByGlobalNorm
 
 from .. import _checks
+from ..backends.deferred import refuse_pending
 from .parameters import expert_group_of, fleet_guard_lifted, gradient_of, is_expert_parameter, sharding_color
 from .training import ClipGradByGlobalNorm, rounded_once
 
@@ -179,6 +180,7 @@ class _Optimizer(HybridParallelOptimizer):
     _share: float
 
     def _hybrid_sync_grad(self, parameter_list: list[Tensor]) -> None:
+        refuse_pending("distributed_optimizer", parameter_list)
         super()._hybrid_sync_grad(parameter_list)
         if isinstance(self._inner_opt, _Sharding):
             return  # `_Sharding.reduce_gradients` scales them

@@ -12,6 +12,7 @@ from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
+from ..backends.deferred import refuse_pending
 from .agreement import group_of
 from .transports import DEFAULT_TIMEOUT_S, Rendezvous, checked_timeout
 
@@ -80,6 +81,7 @@ class GradScaler(paddle.amp.GradScaler):
         self._unscale(optimizer)
 
     def _unscale(self, optimizer: paddle.optimizer.Optimizer) -> None:  # called by Paddle's `step` and `minimize`
+        refuse_pending(_NAME, getattr(optimizer, "_parameter_list", None) or ())
         super()._unscale(optimizer)
         if not self.is_enable() or self._group.nranks == 1:
             return

@@ -16,6 +16,7 @@ from paddle.incubate.distributed.models.moe import ClipGradForMOEByGlobalNorm
 
 from .. import _checks
 from .._graphs import context_manager, without_gradients
+from ..backends.deferred import refuse_pending
 from .agreement import agree, group_of, raising_together, values_of_ranks
 from .parameters import (
     are_copies_connected,
@@ -160,7 +161,8 @@ def average_gradients(
             in common; other ranks than the group's share the experts of a parameter. On every rank, before any gradient
             changes: the ranks have different numbers of parameters, or train different ones, or parameters or gradients
             differ in shape or dtype; on several ranks a gradient is not dense; the groups of a parameter overlap.
-        RuntimeError: the arguments of another rank are bad, or it did not arrive in time; the message names it.
+        RuntimeError: the arguments of another rank are bad, or it did not arrive in time; the message names it. A
+            parameter has gradients that wait for `flush_dw`.
 
     Examples:
         >>> import paddle
@@ -177,10 +179,11 @@ def average_gradients(
     try:
         seconds = checked_timeout(_AVERAGE, timeout)
         tensors = _tensors(parameters)
+        refuse_pending(_AVERAGE, tensors)
         groups_of_experts(_AVERAGE, "parameters[{!r}]", dict(enumerate(tensors)), group, is_given=is_given)
         if group.nranks > 1 or others is not None:
             _check_dense(tensors)
-    except (TypeError, ValueError) as caught:
+    except (TypeError, ValueError, RuntimeError) as caught:
         error = caught
     if others is None:
         _settle(error, tensors, group, seconds)
@@ -396,6 +399,7 @@ class ClipGradByGlobalNorm(ClipGradForMOEByGlobalNorm):
 
     @paddle.no_grad()
     def _dygraph_clip(self, params_grads: Sequence[tuple[Tensor, Tensor | None]]) -> list[tuple[Tensor, Tensor | None]]:
+        refuse_pending("ClipGradByGlobalNorm", [each for each, _ in params_grads])
         # Paddle's method would round the factor to float16 for float16, and return bfloat16 as float32.
         square, dtype = self.get_l2_norm_pow(params_grads)
         if square is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from .. import _checks
 from ..expert_parallel.transports import DEFAULT_TIMEOUT_S
@@ -39,6 +39,8 @@ class MoEConfig:
         keep: see `moe_mlp`, which runs the experts.
         workspace_mb: see `moe_mlp`.
         accumulate: see `moe_mlp`, and `SwiGLUExperts` for traced layers.
+        defer_dw: of the experts, see `moe_mlp`, and `SwiGLUExperts` for traced layers. Shared experts and the router do
+            not defer.
         activation: of the experts, see `moe_mlp`. Shared experts are SwiGLU.
         expert_bias: whether the experts have biases, which begin as zeros. Shared experts have none.
         compute: of the experts, see `moe_mlp`; with a group only if ``combine="reduced"``. Shared experts run in the
@@ -74,6 +76,7 @@ class MoEConfig:
     keep: str = "h"
     workspace_mb: int = 1024
     accumulate: bool = False
+    defer_dw: bool | Literal["fleet"] = False
     activation: str = "swiglu"
     expert_bias: bool = False
     compute: str | None = None

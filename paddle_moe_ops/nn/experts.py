@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import paddle
 from paddle import Tensor, nn
@@ -15,7 +15,8 @@ from paddle.jit import not_to_static
 
 from .. import _checks
 from .._activations import ACTIVATIONS, FUNCTIONS, activate
-from .._graphs import GraphValue, is_graph_value, of_shape, public
+from .._graphs import is_graph_value, of_shape, public
+from .._matrices import check_compute, check_deferrable, check_destinations, check_memory_options
 from .._quick import quick_moe_mlp
 from ..backends import Float8Matrices, GemmSpec, accumulated, resolve
 from ..backends.experts import holds_others, is_default
@@ -24,15 +25,13 @@ from ..gemm import multiplied
 from ..mlp import (
     IN_GRAPH,
     LayerOptions,
-    check_compute,
-    check_destinations,
-    check_memory_options,
     outputs_of,
     prepared_layer,
     prepared_quantized_layer,
 )
 from ..routing import Plan, as_plan, check_weights, row_probs, tokens_of
 from ._common import Size, casting_others, described, initial, sizes, weight
+from ._gradients import GradientOptions, gradient_options, gradients_of_call
 from ._quantized import codes_of, matrices_of, refuse_sharded_state, replace_matrices, values_of
 from .microbatches import warn_of_codes_for_few_rows
 
@@ -50,6 +49,7 @@ class SwiGLUExperts(nn.Layer):
         workspace_mb: see `moe_mlp`.
         accumulate: see `moe_mlp`; it applies to all calls. A layer in ``eval()`` mode can be traced and saved with it:
             a graph returns its gradients to Paddle. In ``train()`` mode tracing raises.
+        defer_dw: see `moe_mlp`; it applies to all calls, and is treated like ``accumulate`` in traced layers.
         activation: see `moe_mlp`.
         bias: whether both GEMMs have biases, which begin as zeros.
         compute: see `moe_mlp`. With it, calls that do not combine rows raise.
@@ -86,6 +86,7 @@ class SwiGLUExperts(nn.Layer):
         keep: str = "h",
         workspace_mb: int = 1024,
         accumulate: bool = False,
+        defer_dw: bool | Literal["fleet"] = False,
         activation: str = "swiglu",
         bias: bool = False,
         compute: str | None = None,
@@ -93,13 +94,13 @@ class SwiGLUExperts(nn.Layer):
         super().__init__()
         self.activation = _checks.choice(_NAME, "activation", activation, ACTIVATIONS)
         _checks.flag(_NAME, "bias", bias)
-        check_memory_options(_NAME, keep, workspace_mb, accumulate, compute)
+        check_memory_options(_NAME, keep, workspace_mb, accumulate, compute, defer_dw)
         check_compute(_NAME, compute, activation, bias)
         self.compute = compute
         self.float8_matrices = None if compute is None else Float8Matrices()
         self.matrix_format: str | None = None
         self._name_in_errors = _NAME  # the layer that the user called
-        options = {"keep": keep, "workspace_mb": Size(workspace_mb), "accumulate": accumulate}
+        options = {"keep": keep, "workspace_mb": Size(workspace_mb), "accumulate": accumulate, "defer_dw": defer_dw}
         self.memory_options: dict[str, Any] = options
         self.num_experts, self.hidden_size, self.intermediate_size = sizes(
             _NAME, num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size
@@ -142,9 +143,9 @@ class SwiGLUExperts(nn.Layer):
 
         The weights become None, and the layer has the buffers ``gate_up_codes``, ``gate_up_scales``, ``down_codes`` and
         ``down_scales``, which `state_dict` and saved programs contain. To load such a state, quantise a new layer
-        first. A cast of the layer does not change them. ``compute``, ``accumulate`` and ``is_first_microbatch`` have no
-        effect then; gradients of rows and biases stay. Calls with float8 codes must combine rows. Codes of a float8
-        checkpoint can be set by ``set_state_dict`` as well, as int8 bytes.
+        first. A cast of the layer does not change them. ``compute``, ``accumulate``, ``defer_dw`` and
+        ``is_first_microbatch`` have no effect then; gradients of rows and biases stay. Calls with float8 codes must
+        combine rows. Codes of a float8 checkpoint can be set by ``set_state_dict`` as well, as int8 bytes.
 
         Args:
             format: a format of `QuantizedMatrices`; "fp8_128x128" without biases and with SwiGLU only.
@@ -162,7 +163,8 @@ class SwiGLUExperts(nn.Layer):
         """
         replace_matrices(self, self._name_in_errors, format)
         self.compute = self.float8_matrices = None
-        self.memory_options |= {"accumulate": False, "keep": "x" if self.memory_options["keep"] == "x" else "h"}
+        keep = "x" if self.memory_options["keep"] == "x" else "h"
+        self.memory_options |= {"accumulate": False, "defer_dw": False, "keep": keep}
         return self
 
     def _apply(self, func: Any, device: Any, dtype: Any, blocking: Any, include_sublayers: bool = True) -> None:
@@ -270,10 +272,11 @@ class SwiGLUExperts(nn.Layer):
             # Built without `|=` on a dictionary, at which tracing by bytecode stops.
             rest = self.compute, self.float8_matrices, is_first_microbatch, self._name_in_errors, self.training
             return _combined(rows, experts, sizes_of, self.activation, plan, probs, *rest, **options)
-        given = self._parameters_of_rows("rows", rows)
+        parameters, gradients = self._parameters_of_rows("rows", rows)
         if plan is not None:
-            return _by_plan(rows, given, sizes_of, self.activation, plan, probs, "rows")
-        return _by_counts(rows, given, sizes_of, self.activation, tokens_per_expert, padding_alignment)
+            return _by_plan(rows, parameters, sizes_of, self.activation, plan, probs, "rows", gradients)
+        counts = tokens_per_expert, padding_alignment
+        return _by_counts(rows, parameters, sizes_of, self.activation, *counts, gradients)
 
     @not_to_static
     def weighted_rows(self, x: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
@@ -295,19 +298,24 @@ class SwiGLUExperts(nn.Layer):
             ValueError: an argument of the wrong shape; a plan of another number of experts.
         """
         sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
-        return _by_plan(x, self._parameters_of_rows("x", x), sizes_of, self.activation, plan, probs, "x")
+        parameters, gradients = self._parameters_of_rows("x", x)
+        return _by_plan(x, parameters, sizes_of, self.activation, plan, probs, "x", gradients)
 
-    def _parameters_of_rows(self, argument: str, rows: Tensor) -> _Parameters:
-        """The parameters for calls that `moe_mlp` does not run."""
+    def _parameters_of_rows(self, argument: str, rows: Tensor) -> tuple[_Parameters, GradientOptions]:
+        """The parameters for calls that `moe_mlp` does not run, and what happens to their gradients."""
         if self.compute is not None:
             _checks.bad_value(_NAME, "combine", f"True with compute={self.compute!r}", False)
         is_plain = self.matrix_format is None
         gate_up, down = (self.gate_up, self.down) if is_plain else values_of(self, _NAME, argument, rows)
         given = _Parameters(gate_up, down, self.gate_up_bias, self.down_bias)
-        if not _accumulates(_NAME, rows, self.training, accumulate=self.memory_options["accumulate"]):
-            return given
+        how = gradients_of_call(_NAME, rows, self.training, **gradient_options(self.memory_options))
+        if how.defer_dw:
+            check_deferrable(_NAME, rows, how.defer_dw, gate_up=gate_up, down=down)
+        if not how.accumulate:
+            return given, how
         _check_destinations(_NAME, given)
-        return _Parameters(*(None if each is None else accumulated(each) for each in given))
+        kept = given[:2] if how.defer_dw else ()
+        return _Parameters(*kept, *(None if each is None else accumulated(each) for each in given[len(kept) :])), how
 
 
 class _Parameters(NamedTuple):
@@ -323,14 +331,6 @@ def _check_destinations(name: str, given: _Parameters) -> None:
     check_destinations(name, **{argument: each for argument, each in given._asdict().items() if each is not None})
 
 
-def _accumulates(name: str, rows: Tensor, training: bool, *, accumulate: bool) -> bool:
-    """True if this call's gradients are added to existing ones, which a graph cannot do."""
-    in_graph = isinstance(rows, GraphValue)
-    if accumulate and training and in_graph:
-        _checks.bad_value(name, "accumulate", f"False, or the layer in eval() mode, {IN_GRAPH}", True)
-    return accumulate and not in_graph
-
-
 @public("rows", "experts")
 def _by_counts(
     rows: Tensor,
@@ -339,6 +339,7 @@ def _by_counts(
     activation: str,
     counts: Any,
     padding_alignment: int,
+    how: GradientOptions,
 ) -> Tensor:
     """Each expert on its segment of rows; the sizes are E, H and I."""
     alignment = _checks.integer(_NAME, "padding_alignment", padding_alignment, 1)
@@ -349,8 +350,9 @@ def _by_counts(
     groups = GemmSpec(counts, offsets, False, None, _checks.validation(_NAME, None, rows), is_checked)
     # Under mixed precision each GEMM casts its operands, which may change the backend.
     product = multiplied if paddle.amp.is_autocast_enabled() else resolve("grouped_gemm", rows).grouped_gemm
-    hidden = FUNCTIONS[activation](product(rows, gate_up, None, first_bias, groups))
-    return product(hidden, down, None, second_bias, groups)
+    (gate_up, of_gate_up), (down, of_down) = how.of(gate_up), how.of(down)
+    first = product(rows, gate_up, None, first_bias, groups._replace(deferral=of_gate_up))
+    return product(FUNCTIONS[activation](first), down, None, second_bias, groups._replace(deferral=of_down))
 
 
 @public("x", "experts", "probs")
@@ -362,6 +364,7 @@ def _by_plan(
     plan: Plan,
     probs: Tensor | None,
     argument: str,
+    how: GradientOptions,
 ) -> Tensor:
     """Each expert on its tokens; the sizes are E, H and I, ``argument`` is the caller's name of x."""
     gate_up, down, first_bias, second_bias = _of_shapes(experts, *sizes_of)
@@ -371,8 +374,9 @@ def _by_plan(
         weights = row_probs(probs, plan)
     groups = GemmSpec(plan.tokens_per_expert, plan.expert_offsets, False, None, _checks.validation(_NAME, None, x))
     with _checks.renaming("grouped_gemm", _NAME, X=argument):
-        hidden = multiplied(x, gate_up, None, first_bias, groups._replace(plan=plan))
-        return multiplied(activate(hidden, activation), down, weights, second_bias, groups)
+        (gate_up, of_gate_up), (down, of_down) = how.of(gate_up), how.of(down)
+        hidden = multiplied(x, gate_up, None, first_bias, groups._replace(plan=plan, deferral=of_gate_up))
+        return multiplied(activate(hidden, activation), down, weights, second_bias, groups._replace(deferral=of_down))
 
 
 @public("x", "experts", "probs")
@@ -392,15 +396,19 @@ def _combined(
     keep: str,
     workspace_mb: int,
     accumulate: bool,
+    defer_dw: bool | str,
 ) -> Tensor:
     """Each expert on its tokens, and the sums of their rows; the sizes are E, H and I, ``name`` begins errors."""
-    accumulate = _accumulates(name, x, training, accumulate=accumulate)
+    accumulate, defer_dw = gradients_of_call(name, x, training, accumulate=accumulate, defer_dw=defer_dw)
     if accumulate:
         _check_destinations(name, experts)
+    if defer_dw:
+        check_deferrable(name, x, defer_dw, gate_up=experts.gate_up, down=experts.down)
     gate_up, down, gate_up_bias, down_bias = _of_shapes(experts, *sizes_of)
     if compute is None and gate_up_bias is None and down_bias is None:
-        options = {"activation": activation, "keep": keep, "workspace_mb": int(workspace_mb), "accumulate": accumulate}
-        out = quick_moe_mlp(x, plan, probs, gate_up, down, **options)
+        options = {"activation": activation, "keep": keep, "workspace_mb": int(workspace_mb)}
+        gradients = {"accumulate": accumulate, "defer_dw": defer_dw}
+        out = quick_moe_mlp(x, plan, probs, gate_up, down, **options, **gradients)
         if out is not None:
             return out
     plan = _plan_of_tokens(name, "rows", x, plan, gate_up, *sizes_of[:2])
@@ -409,7 +417,7 @@ def _combined(
     matrices = _matrices_of_call(name, kept, x, gate_up, down, is_first_microbatch)
     if compute is not None and matrices is None and not is_graph_value(x):
         warn_of_codes_for_few_rows(name, x, plan.num_rows, sizes_of[0])
-    layer = LayerOptions(activation, False, keep, workspace_mb, accumulate, compute)
+    layer = LayerOptions(activation, False, keep, workspace_mb, accumulate, compute, defer_dw)
     operands = x, gate_up, down, probs, gate_up_bias, down_bias
     return outputs_of(prepared_layer(plan, operands, by_slot, layer, matrices))
 

@@ -270,6 +270,7 @@ CALLS = [
             "down_bias": ones(E, H),
             "compute": None,
             "float8_matrices": None,
+            "defer_dw": False,
         },
     ),
     Call(

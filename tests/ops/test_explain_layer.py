@@ -319,4 +319,23 @@ def spec_of(num_rows, transpose=False, compute=None, hidden_in_float8=False):
         quantized=None,
         hidden_in_float8=hidden_in_float8,
         accumulates=False,
+        deferral=None,
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"defer_dw": True}, "dW: waits for flush_dw(); 3456 bytes are kept until then, and the maps"),
+        ({"defer_dw": "fleet"}, "dW: waits for pop() of WeightGradStore, if that is enabled; 3456 bytes are kept"),
+        ({"defer_dw": True, "activation": "geglu"}, "dW: waits for flush_dw(); each GEMM keeps its rows"),
+    ],
+    ids=str,
+)
+def test_gradients_of_matrices_that_wait(place, options, expected):
+    x, plan = paddle.randn([9, 12]), route(paddle.arange(18).reshape([9, 2]) % 4, num_experts=4)
+    gate_up, down = (paddle.create_parameter(shape, "float32") for shape in ([4, 12, 24], [4, 12, 12]))
+    text = explain("moe_mlp", x, plan, None, gate_up, down, **options)
+    assert expected in text
+    assert "dW:" not in explain("moe_mlp", x, plan, None, gate_up.detach(), down.detach(), **options)
+    assert "dW:" not in explain("moe_mlp", x, plan, None, gate_up, down)

@@ -38,6 +38,7 @@ LAYERS = (
             "backends.autograd",
             "backends.base",
             "backends.changes",
+            "backends.deferred",
             "backends.experts",
             "backends.gradients",
             "backends.groups",

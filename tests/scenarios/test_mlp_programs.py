@@ -253,7 +253,7 @@ def unpickled(layer):
 @pytest.mark.parametrize("again", [copy.deepcopy, pytest.param(unpickled, marks=pytest.mark.cpu_only)])
 def test_a_copy_of_a_layer_keeps_as_little(again):
     copied = again(layer_of(keep="x", accumulate=True))
-    assert copied.experts.memory_options == {"keep": "x", "workspace_mb": 1024, "accumulate": True}
+    assert copied.experts.memory_options == {"keep": "x", "workspace_mb": 1024, "accumulate": True, "defer_dw": False}
 
 
 def test_a_hook_on_the_experts_sees_what_they_add_to_each_token():

@@ -97,6 +97,27 @@ Outputs grouped_product_backward(const Attributes& a, const paddle::Tensor& x, c
           a.need_w_grad && has_d_out ? call.wgrad(x, d_out) : call.zeros_like(matrices)};
 }
 
+// dgrad and wgrad of a product by themselves, for calls that compute wgrad later. The groups are those of `grouped_product`.
+Outputs grouped_dgrad(const paddle::Tensor& d_out, const paddle::Tensor& matrices, const paddle::Tensor& sizes,
+                      const paddle::Tensor& offsets, bool transpose, bool follow) {
+  require_rank(matrices, 3, kFunction, "W");
+  require_shape(d_out, {-1, MatrixSizes(matrices.shape(), transpose).outer}, kFunction, "the gradient of the product");
+  require_shape(sizes, {matrices.shape()[0]}, kFunction, "m_sizes");
+  const Target target(kFunction, {&d_out, &matrices});
+  const Grouped groups(target, kFunction, sizes, follow ? nullptr : &offsets, d_out.shape()[0]);
+  return {groups.gemm(d_out, matrices, !transpose, matrices.dtype())};
+}
+
+Outputs grouped_wgrad(const paddle::Tensor& x, const paddle::Tensor& d_out, const paddle::Tensor& sizes,
+                      const paddle::Tensor& offsets, bool transpose, bool follow) {
+  require_rank(x, 2, kFunction, "X");
+  require_shape(d_out, {x.shape()[0], -1}, kFunction, "the gradient of the product");
+  require_rank(sizes, 1, kFunction, "m_sizes");
+  const Target target(kFunction, {&x, &d_out});
+  const Grouped groups(target, kFunction, sizes, follow ? nullptr : &offsets, x.shape()[0]);
+  return {transpose ? groups.wgrad(d_out, x, x.dtype()) : groups.wgrad(x, d_out, x.dtype())};
+}
+
 std::vector<Shape> grouped_product_backward_shapes(const Attributes&, const Shape& x, const Shape& matrices, const Shape&,
                                                    const Shape&, const Shape&) {
   return {x, matrices};
@@ -150,6 +171,8 @@ PD_BUILD_OP(pmo_grouped_product)
     .SetInferShapeFn(PMO_INFER_SHAPE(grouped_product_shapes))
     .SetInferDtypeFn(PMO_INFER_DTYPE(grouped_product_dtypes));
 PMO_DIRECT(grouped_product, grouped_product);
+PMO_DIRECT(grouped_dgrad, grouped_dgrad);
+PMO_DIRECT(grouped_wgrad, grouped_wgrad);
 
 PD_BUILD_GRAD_OP(pmo_grouped_product)
     .Inputs({"x", "matrices", "sizes", "offsets", paddle::Grad("out")})

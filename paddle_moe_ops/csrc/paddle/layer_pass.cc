@@ -46,7 +46,8 @@ Outputs layer_forward(const paddle::Tensor& x, const paddle::Tensor& gate_up, co
   return {out, kept.values, kept.scales};
 }
 
-// -> gradients of x, gate_up, down and weights; undefined where they are not needed or were added to a sum
+// -> gradients of x, gate_up, down and weights; undefined where they are not needed or were added to a sum. With `defers`, which
+// leaves the gradients of matrices to layer_wgrads: then dH and s A.
 Outputs layer_backward(const paddle::Tensor& x, const paddle::Tensor& gate_up, const paddle::Tensor& down,
                        const paddle::Tensor& weights, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
                        const paddle::Tensor& sizes, const paddle::Tensor& offsets, const paddle::Tensor& slot_to_row,
@@ -55,7 +56,7 @@ Outputs layer_backward(const paddle::Tensor& x, const paddle::Tensor& gate_up, c
                        const Optional& turned_down_scales, const Optional& hidden, const Optional& hidden_scales,
                        const paddle::Tensor& d_out, const Optional& gate_up_sum, const Optional& down_sum, bool transpose,
                        bool by_slot, int64_t workspace, bool float8, bool need_x, bool need_gate_up, bool need_down,
-                       bool need_weights) {
+                       bool need_weights, bool defers) {
   const MlpAttributes a = {transpose, static_cast<bool>(hidden), need_x, need_gate_up, need_down, need_weights, true, workspace,
                            by_slot};
   const MlpOperands o = {x, gate_up, down, weights, token_rows, row_to_token, sizes, offsets, slot_to_row};
@@ -70,14 +71,56 @@ Outputs layer_backward(const paddle::Tensor& x, const paddle::Tensor& gate_up, c
   if (hidden_scales) kept.scales = *hidden_scales;
   const Sums sums = {gate_up_sum ? &*gate_up_sum : nullptr, down_sum ? &*down_sum : nullptr};
   Outputs gradients = {{}, {}, {}, {}};
-  layer->backward(a, kept, d_out, codes, sums, &gradients);
+  Deferred deferred;
+  layer->backward(a, kept, d_out, codes, sums, &gradients, defers ? &deferred : nullptr);
   if (by_slot && need_weights) gradients[3] = gather_slots(layer->target(), kMoeMlp, slot_to_row, gradients[3]);
+  if (defers) gradients.insert(gradients.end(), {deferred.d_hidden, deferred.scaled});
   return gradients;
+}
+
+// -> gradients of gate_up, if dH is given, and of down, if s A is, as those of layer_backward; `inner` is n. The matrices
+// themselves are not needed.
+Outputs layer_wgrads(const paddle::Tensor& x, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
+                     const paddle::Tensor& sizes, const paddle::Tensor& offsets, const paddle::Tensor& slot_to_row,
+                     const Optional& d_hidden, const Optional& scaled, const paddle::Tensor& d_out, const Optional& gate_up_sum,
+                     const Optional& down_sum, int64_t inner, bool transpose, int64_t workspace, bool float8) {
+  require_rank(x, 2, kMoeMlp, "x");
+  require_rank(sizes, 1, kMoeMlp, "sizes");
+  require_rank(row_to_token, 1, kMoeMlp, "row_to_token");
+  const Target target(kMoeMlp, {&x});
+  const int64_t experts = sizes.shape()[0], columns = x.shape()[1], rows = row_to_token.shape()[0];
+  // Stand-ins of the right shape, which nothing reads.
+  const paddle::Tensor byte = target.empty({1}, paddle::DataType::UINT8);
+  const auto unread = [&](int64_t first, int64_t second) {
+    const Shape shape = transpose ? Shape{experts, second, first} : Shape{experts, first, second};
+    return paddle::from_blob(const_cast<void*>(byte.data()), shape, x.dtype(), phi::DataLayout::NCHW, target.place());
+  };
+  const paddle::Tensor gate_up = unread(columns, 2 * inner), down = unread(inner, columns),
+                       weights = target.empty_float32({rows});
+  const bool has_d_hidden = static_cast<bool>(d_hidden), has_scaled = static_cast<bool>(scaled);
+  const MlpAttributes a = {transpose, false, false, has_d_hidden, has_scaled, false, true, workspace, false};
+  const MlpOperands o = {x, gate_up, down, weights, token_rows, row_to_token, sizes, offsets, slot_to_row};
+  const std::unique_ptr<ExpertLayer> layer = layer_of(float8, a, o, nullptr, &d_out);
+  require_gradient(d_out, x.shape(), x.dtype(), kMoeMlp, "the gradient of the result");
+  Deferred deferred;
+  if (has_d_hidden) {
+    require_gradient(*d_hidden, {rows, 2 * inner}, x.dtype(), kMoeMlp, "the gradient of the first product");
+    deferred.d_hidden = dense(*d_hidden);
+  }
+  if (has_scaled) {
+    require_gradient(*scaled, {rows, inner}, x.dtype(), kMoeMlp, "the weighted activation");
+    deferred.scaled = dense(*scaled);
+  }
+  const Sums sums = {gate_up_sum ? &*gate_up_sum : nullptr, down_sum ? &*down_sum : nullptr};
+  Outputs gradients = {{}, {}, {}, {}};
+  layer->wgrads(a, deferred, d_out, sums, &gradients);
+  return {gradients[1], gradients[2]};
 }
 
 }  // namespace
 
 PMO_DIRECT(layer_forward, layer_forward);
 PMO_DIRECT(layer_backward, layer_backward);
+PMO_DIRECT(layer_wgrads, layer_wgrads);
 
 #endif

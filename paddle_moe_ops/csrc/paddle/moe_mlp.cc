@@ -145,26 +145,43 @@ paddle::Tensor ExpertLayer::outputs(pmo_layer_hidden keep, bool clears, const Ma
   return out;
 }
 
+void ExpertLayer::set_wgrads(const MlpAttributes& a, const Sums& sums, Outputs* gradients, pmo_layer_params* p) const {
+  const auto memory = [&](const paddle::Tensor* sum, size_t place, bool is_wanted, const paddle::Tensor& operand,
+                          int32_t* accumulation) -> void* {
+    if (!is_wanted) return nullptr;
+    if (sum == nullptr) {
+      (*gradients)[place] = target_.empty(operand.shape(), operand.dtype());
+      return (*gradients)[place].data();
+    }
+    *accumulation = sum->dtype() == paddle::DataType::FLOAT32 ? PMO_GROUPED_ADDS_FLOAT32 : PMO_GROUPED_ADDS;
+    return const_cast<void*>(sum->data());
+  };
+  p->d_gate_up = memory(sums.gate_up, 1, a.need_gate_up_grad, operands_.gate_up, &p->gate_up_accumulation);
+  p->d_down = memory(sums.down, 2, a.need_down_grad, operands_.down, &p->down_accumulation);
+}
+
 void ExpertLayer::backward(const MlpAttributes& a, const Kept& kept, const paddle::Tensor& d_out, const MatrixCodes& codes,
-                           const Sums& sums, Outputs* gradients) const {
-  if (!has_kernels_) return composed_backward(a, kept, d_out, codes, gradients);
+                           const Sums& sums, Outputs* gradients, Deferred* deferred) const {
+  if (!has_kernels_) return composed_backward(a, kept, d_out, codes, gradients, deferred);
   const auto wanted = [&](size_t place, bool is_wanted, const paddle::Tensor& operand) -> void* {
     if (!is_wanted) return nullptr;
     (*gradients)[place] = target_.empty(operand.shape(), operand.dtype());
     return (*gradients)[place].data();
   };
-  const auto added = [&](const paddle::Tensor* sum, size_t place, bool is_wanted, const paddle::Tensor& operand,
-                         int32_t* accumulation) -> void* {
-    if (sum == nullptr || !is_wanted) return wanted(place, is_wanted, operand);
-    *accumulation = sum->dtype() == paddle::DataType::FLOAT32 ? PMO_GROUPED_ADDS_FLOAT32 : PMO_GROUPED_ADDS;
-    return const_cast<void*>(sum->data());
-  };
   pmo_layer_facts f = {};
   pmo_layer_params p = {};
   f.backward = 1;
   p.d_x = wanted(0, a.need_x_grad, operands_.x);
-  p.d_gate_up = added(sums.gate_up, 1, a.need_gate_up_grad, operands_.gate_up, &p.gate_up_accumulation);
-  p.d_down = added(sums.down, 2, a.need_down_grad, operands_.down, &p.down_accumulation);
+  if (deferred == nullptr) {
+    set_wgrads(a, sums, gradients, &p);
+  } else {
+    f.part = PMO_LAYER_DGRADS;
+    const bool has_values = kept.values.defined() && !kept.scales.defined();
+    deferred->scaled = new_rows(inner, dtype());
+    deferred->d_hidden = has_values ? kept.values : new_rows(2 * inner, dtype());
+    p.scaled = deferred->scaled.data();
+    if (!has_values) p.d_hidden = deferred->d_hidden.data();
+  }
   p.d_weights = static_cast<float*>(wanted(3, a.need_weights_grad, row_weights_));
   f.needs_d_weights = a.need_weights_grad;
   if (kept.values.defined()) {
@@ -176,6 +193,22 @@ void ExpertLayer::backward(const MlpAttributes& a, const Kept& kept, const paddl
   p.d_out = rows.data;
   p.d_out_row_stride = rows.row_stride;
   run(f, p, codes);
+}
+
+void ExpertLayer::wgrads(const MlpAttributes& a, const Deferred& deferred, const paddle::Tensor& d_out, const Sums& sums,
+                         Outputs* gradients) const {
+  if (!has_kernels_) return composed_wgrads(a, {deferred.d_hidden, deferred.scaled, {}, {}}, d_out, gradients);
+  pmo_layer_facts f = {};
+  pmo_layer_params p = {};
+  f.backward = 1;
+  f.part = PMO_LAYER_WGRADS;
+  set_wgrads(a, sums, gradients, &p);
+  if (a.need_down_grad) p.scaled = const_cast<void*>(deferred.scaled.data());
+  if (a.need_gate_up_grad) p.d_hidden = const_cast<void*>(deferred.d_hidden.data());
+  const Matrix rows = readable_rows(target_, d_out);
+  p.d_out = rows.data;
+  p.d_out_row_stride = rows.row_stride;
+  run(f, p, {});
 }
 
 void ExpertLayer::run([[maybe_unused]] pmo_layer_facts f, [[maybe_unused]] pmo_layer_params p,
@@ -194,14 +227,16 @@ void ExpertLayer::run([[maybe_unused]] pmo_layer_facts f, [[maybe_unused]] pmo_l
   f.inner = inner;
   f.workspace = workspace_;
   f.dtype = dtype_of(o.x, kMoeMlp, "x");
-  f.float8 = float8_;
+  const bool reads_matrices = f.part != PMO_LAYER_WGRADS;
+  f.float8 = float8_ && reads_matrices;
   f.has_codes = codes.down.codes.defined() || codes.turned_down.codes.defined();
   pmo_gpu_facts_cuda(&f.num_sms, &f.memory_gbps);
   pmo_layer_plan plan;
   check_status(pmo_layer_plan_of(&f, &plan), kMoeMlp);
   const paddle::Tensor workspace = target_.empty({plan.bytes}, paddle::DataType::UINT8);
   const Matrix tokens = readable_rows(target_, o.x);
-  const auto readable = [&](const ExpertMatrices& matrices) {
+  const auto readable = [&](const ExpertMatrices& matrices) -> paddle::Tensor {
+    if (!reads_matrices) return {};
     if (matrices.values.defined()) return target_.aligned(dense(matrices.values));
     return float8_ ? matrices.of_codes.codes : dequantised(target_, kMoeMlp, matrices.of_codes);
   };
@@ -215,8 +250,10 @@ void ExpertLayer::run([[maybe_unused]] pmo_layer_facts f, [[maybe_unused]] pmo_l
   p.slots_per_token = token_rows.shape()[1];
   p.x = tokens.data;
   p.x_row_stride = tokens.row_stride;
-  p.gate_up = gate_up.data();
-  p.down = down.data();
+  if (reads_matrices) {
+    p.gate_up = gate_up.data();
+    p.down = down.data();
+  }
   p.weights = row_weights_.data<float>();
   p.token_rows = token_rows.data<int32_t>();
   p.row_to_token = row_to_token_.data<int32_t>();
@@ -291,19 +328,31 @@ ExpertLayer::ActivationGradients ExpertLayer::swiglu_backward(const paddle::Tens
   return gradients;
 }
 
-void ExpertLayer::composed_backward(const MlpAttributes& a, const Kept& kept, const paddle::Tensor& d_out,
-                                    const MatrixCodes& codes, Outputs* gradients) const {
-  ActivationGradients activation =
-      activation_gradients(kept.values.defined() ? hidden_of(kept) : composed_hidden(codes), d_out, codes);
+void ExpertLayer::composed_wgrads(const MlpAttributes& a, ActivationGradients activation, const paddle::Tensor& d_out,
+                                  Outputs* gradients) const {
   const auto wgrad = [&](const paddle::Tensor& inputs, const paddle::Tensor& outputs) {
     return transpose_ ? groups_.wgrad(outputs, inputs, dtype()) : groups_.wgrad(inputs, outputs, dtype());
   };
-  if (a.need_weights_grad) (*gradients)[3] = activation.d_weights;
   if (a.need_down_grad) {
     (*gradients)[2] = wgrad(activation.scaled, activation.d_out.defined() ? activation.d_out : rows_of(d_out));
   }
   activation.scaled = activation.d_out = {};  // frees their memory early
   if (a.need_gate_up_grad) (*gradients)[1] = wgrad(rows_of(operands_.x), activation.d_hidden);
+}
+
+void ExpertLayer::composed_backward(const MlpAttributes& a, const Kept& kept, const paddle::Tensor& d_out,
+                                    const MatrixCodes& codes, Outputs* gradients, Deferred* deferred) const {
+  ActivationGradients activation =
+      activation_gradients(kept.values.defined() ? hidden_of(kept) : composed_hidden(codes), d_out, codes);
+  if (a.need_weights_grad) (*gradients)[3] = activation.d_weights;
+  if (deferred == nullptr) {
+    paddle::Tensor d_hidden = activation.d_hidden;
+    composed_wgrads(a, std::exchange(activation, {}), d_out, gradients);
+    activation.d_hidden = d_hidden;
+  } else {
+    *deferred = {activation.d_hidden, activation.scaled};
+    activation.scaled = activation.d_out = {};
+  }
   if (a.need_x_grad) (*gradients)[0] = composed_d_x(activation, codes);
 }
 

@@ -65,6 +65,11 @@ struct Sums {
   const paddle::Tensor *gate_up = nullptr, *down = nullptr;
 };
 
+// Results of the SwiGLU backward pass from which wgrads are computed later, by rows: dH, and s A.
+struct Deferred {
+  paddle::Tensor d_hidden, scaled;
+};
+
 // True if the kernels of pmo/layer.h run a layer of M = num_rows rows.
 bool layer_has_kernels(const Target& target, paddle::DataType dtype, int64_t num_rows, int64_t num_experts, int64_t hidden_size,
                        int64_t inner, bool float8);
@@ -80,9 +85,13 @@ class ExpertLayer {
   // The result, and `kept` as `keep` says; H as values has zeros in rows of no expert if `clears`.
   paddle::Tensor outputs(pmo_layer_hidden keep, bool clears, const MatrixCodes& codes, Kept* kept) const;
   // Sets the gradients of x, gate_up, down and weights that the attributes want, except those added to `sums`. Kernels overwrite
-  // what was kept.
+  // what was kept. With `deferred`, the gradients of the matrices are left to `wgrads`.
   void backward(const MlpAttributes& attributes, const Kept& kept, const paddle::Tensor& d_out, const MatrixCodes& codes,
-                const Sums& sums, Outputs* gradients) const;
+                const Sums& sums, Outputs* gradients, Deferred* deferred = nullptr) const;
+  // Sets the gradients of gate_up, from dH, and of down, from s A, that the attributes want, in the same way. Reads neither matrices
+  // nor weights.
+  void wgrads(const MlpAttributes& attributes, const Deferred& deferred, const paddle::Tensor& d_out, const Sums& sums,
+              Outputs* gradients) const;
 
   int64_t num_rows() const { return groups_.num_rows(); }
   const Target& target() const { return target_; }
@@ -121,7 +130,11 @@ class ExpertLayer {
 
  private:
   void composed_backward(const MlpAttributes& attributes, const Kept& kept, const paddle::Tensor& d_out, const MatrixCodes& codes,
-                         Outputs* gradients) const;
+                         Outputs* gradients, Deferred* deferred) const;
+  void composed_wgrads(const MlpAttributes& attributes, ActivationGradients activation, const paddle::Tensor& d_out,
+                       Outputs* gradients) const;
+  // Memory for the gradients of the matrices that the attributes want, or the sums that they are added to.
+  void set_wgrads(const MlpAttributes& attributes, const Sums& sums, Outputs* gradients, pmo_layer_params* params) const;
   // Runs a pass on the kernels of pmo/layer.h; the caller says which, and sets its results.
   void run(pmo_layer_facts facts, pmo_layer_params params, const MatrixCodes& codes) const;
 

@@ -13,8 +13,8 @@ from paddle import nn
 
 from ... import _checks
 from ..._graphs import context_manager
+from ..._matrices import COMPUTE
 from ...backends import register_note
-from ...mlp import COMPUTE
 from . import classes, instances
 from .report import Report
 from .targets import MODELS, VERSIONS

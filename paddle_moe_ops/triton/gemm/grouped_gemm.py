@@ -255,11 +255,11 @@ def grouped_gemm_backward(
         d_rows = _gemm(device, d_out, w, groups, not transpose, weights=weights, config=config).out
     d_w = None
     if need_w:
-        d_w = _wgrad(device, d_out, operand, w, groups, transpose, tokens, weight_config)
+        d_w = wgrad(device, d_out, operand, w, groups, transpose, tokens, weight_config)
     return d_rows if need_rows else None, d_w, row_sums(device, partial_dots) if need_weights else None
 
 
-def _wgrad(
+def wgrad(
     device: Device,
     d_out: Array,
     x: Array,
@@ -267,9 +267,9 @@ def _wgrad(
     groups: Groups,
     transpose: bool,
     tokens: Tokens | None,
-    config: GemmConfig | None,
+    config: GemmConfig | None = None,
 ) -> Any:
-    """d_out^T x of each group, transposed like W."""
+    """Return d_out^T x of each group, transposed like W, whose values are not read."""
     d_w = device.empty(w.shape, device.dtype_name(x))
     num_rows = d_out.shape[0]
     gradients, rows = _rows(device, d_out), _rows(device, x)

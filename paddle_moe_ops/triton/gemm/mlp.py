@@ -41,7 +41,7 @@ from .swiglu import swiglu_gradient
 from .types import Gpu, Gradients, Kept, Layer, Rows, Schedule, Target
 from .wgrad import launch_wgrad
 
-__all__ = ["Pass", "moe_mlp", "moe_mlp_backward"]
+__all__ = ["Pass", "moe_mlp", "moe_mlp_backward", "moe_mlp_dgrads", "moe_mlp_wgrads"]
 
 _COLUMN_STEP = 256  # column chunks are multiples of it, hence of tiles
 
@@ -231,6 +231,21 @@ class Pass:
             )
         return act
 
+    def hidden_gradients(self, x: Array, d_out: Array, kept: Array | None, need_weights: bool) -> tuple[Any, Any, Any]:
+        """dH, which replaces the kept H, s A, and gradients of the weights or None."""
+        hidden = kept
+        if hidden is None:
+            hidden = self.empty(2 * self.inner)
+            scaled = self.activations(x, hidden)
+        else:
+            scaled = self.empty(self.inner)
+        return hidden, scaled, self.activation_gradients(d_out, hidden, scaled, need_weights)
+
+    def token_gradients(self, d_hidden: Array) -> Any:
+        """dX."""
+        rows = self.as_rows(d_hidden, 2 * self.inner)
+        return self.gemm_unpermute(rows, self.layer.gate_up, not self.layer.transpose, None)
+
     def activation_gradients(self, d_out: Array, hidden: Array, scaled: Array, need_weights: bool) -> Any:
         """Gradients of the weights, or None. H is overwritten by its gradient, ``scaled`` by s A."""
         layer, device, out = self.layer, self.device, Target(scaled, 0, self.inner)
@@ -259,17 +274,17 @@ class Pass:
         self,
         x: Array,
         d_out: Array,
-        d_hidden: Array,
-        scaled: Array,
+        d_hidden: Array | None,
+        scaled: Array | None,
         wanted: tuple[bool, bool, bool, bool],
         into: tuple[tuple[Array, bool] | None, tuple[Array, bool] | None],
     ) -> tuple[Any, Any]:
         """dW1 and dW2, None if they are not wanted."""
         layer, d_gate_up, d_down = self.layer, None, None
-        if wanted[2]:
+        if wanted[2] and scaled is not None:
             rows = self.as_rows(scaled, self.inner)
             d_down = self._wgrad(layer.down, d_out, rows, layer.transpose, into[1])
-        if wanted[1]:
+        if wanted[1] and d_hidden is not None:
             rows = self.as_rows(d_hidden, 2 * self.inner)
             d_gate_up = self._wgrad(layer.gate_up, x, rows, not layer.transpose, into[0])
         return d_gate_up, d_down
@@ -327,16 +342,54 @@ def moe_mlp_backward(
     """
     run = Pass(device, layer, x, reuses_rows=True, tables=kept.tables)
     need_x, *_, need_weights = wanted
-    hidden = kept.hidden
-    if hidden is None:
-        hidden = run.empty(2 * run.inner)
-        scaled = run.activations(x, hidden)
-    else:
-        scaled = run.empty(run.inner)
-    d_weights = run.activation_gradients(d_out, hidden, scaled, need_weights)
+    hidden, scaled, d_weights = run.hidden_gradients(x, d_out, kept.hidden, need_weights)
     matrices = run.wgrads(x, d_out, hidden, scaled, wanted, into)
-    d_x = None
-    if need_x:
-        d_x = run.gemm_unpermute(run.as_rows(hidden, 2 * run.inner), layer.gate_up, not layer.transpose, None)
+    d_x = run.token_gradients(hidden) if need_x else None
     run.launch_deferred()
     return Gradients(d_x, *matrices, d_weights)
+
+
+def moe_mlp_dgrads(
+    device: Device, d_out: Array, x: Array, kept: Kept, layer: Layer, wanted: tuple[bool, bool]
+) -> tuple[Gradients, Any, Any]:
+    """Return the gradients of x and of the weights; and dH and s A, from which `moe_mlp_wgrads` computes the others.
+
+    Args:
+        device: allocates and launches.
+        d_out: [T, d].
+        x: as in `moe_mlp`.
+        kept: tensors of the forward pass; the call overwrites H by dH.
+        layer: as in `moe_mlp`.
+        wanted: which of both gradients to compute.
+    """
+    run = Pass(device, layer, x, reuses_rows=True, tables=kept.tables)
+    hidden, scaled, d_weights = run.hidden_gradients(x, d_out, kept.hidden, wanted[1])
+    d_x = run.token_gradients(hidden) if wanted[0] else None
+    run.launch_deferred()
+    return Gradients(d_x, None, None, d_weights), hidden, scaled
+
+
+def moe_mlp_wgrads(
+    device: Device,
+    d_out: Array,
+    x: Array,
+    d_hidden: Array | None,
+    scaled: Array | None,
+    layer: Layer,
+    tables: Array | None,
+    into: tuple[tuple[Array, bool] | None, tuple[Array, bool] | None],
+) -> tuple[Any, Any]:
+    """Return the gradients of both matrices; None without ``d_hidden``, or ``scaled``.
+
+    Args:
+        device: allocates and launches.
+        d_out: [T, d].
+        x: as in `moe_mlp`.
+        d_hidden: dH [M, 2n], or None.
+        scaled: s A [M, n], or None.
+        layer: as in `moe_mlp`; the values of its matrices are not read.
+        tables: tile schedules of the other pass, or None.
+        into: as in `moe_mlp_backward`.
+    """
+    run = Pass(device, layer, x, reuses_rows=True, tables=tables)
+    return run.wgrads(x, d_out, d_hidden, scaled, (False, True, True, False), into)

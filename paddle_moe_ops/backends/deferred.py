@@ -1,0 +1,353 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Deferred gradients of matrices: backward passes leave dW to `flush_dw`, or to Fleet's zero-bubble schedules.
+
+A deferring call has the parameters as inputs of its node and returns None for their gradients. At the flush a node of
+its own passes the gradients to Paddle, so hooks run, and ``grad`` is set or added to as in a backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import paddle
+from paddle import Tensor
+from paddle.autograd import PyLayer
+from paddle.optimizer import Optimizer
+
+from .._graphs import is_graph_value, to_dtype, without_autocast
+from .._native import native
+from .accumulation import Destination, destination_of, put
+from .autograd import Call, Gradients, wants_gradient
+from .base import Matrices
+from .stacking import destination_of_matrices, parts_of
+
+__all__ = [
+    "FLEET",
+    "Deferral",
+    "deferral_of",
+    "detached",
+    "discard_dw",
+    "finished",
+    "flush_dw",
+    "owned",
+    "refuse_pending",
+    "why_not_deferred",
+]
+
+FLEET = "fleet"  # the mode that follows `WeightGradStore.enabled`
+_STORE = "paddle.distributed.fleet.meta_parallel.zero_bubble_utils"
+_PARTIAL = "paddle.base.dygraph.base", "grad"
+_WHOLE = ("paddle.autograd.backward_mode", "backward"), ("paddle.base.dygraph.tensor_patch_methods", "backward")
+
+Destinations = tuple[Destination | None, ...]
+Compute = Callable[[Destinations], Sequence[Matrices | None]]
+
+_pending: deque[_Pending] = deque()  # for `flush_dw`
+_in_fleet: weakref.WeakSet[_Pending] = weakref.WeakSet()  # in Fleet's store, which owns them
+
+
+class Deferral(NamedTuple):
+    """The deferral of the gradients of a call's matrices.
+
+    Attributes:
+        matrices: parameters of each operand.
+        mode: True, or `FLEET`.
+        accumulates: whether the gradients go to an `accumulation.Destination`.
+        fuses: whether kernels add to the destination.
+    """
+
+    matrices: tuple[Matrices, ...]
+    mode: bool | str
+    accumulates: bool
+    fuses: bool
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [leaf for each in self.matrices for leaf in _listed(each)]
+
+    def of(self, index: int) -> Deferral | None:
+        """The deferral for one operand, whose gradient no kernel adds; None if the operand is frozen."""
+        given = self.matrices[index]
+        return self._replace(matrices=(given,), fuses=False) if wants_gradient(*_listed(given)) else None
+
+
+def deferral_of(mode: bool | str, accumulates: bool, *matrices: Matrices) -> Deferral | None:
+    """The deferral of a call's gradients, or None if it has none to defer."""
+    if not mode or not wants_gradient(*(leaf for each in matrices for leaf in _listed(each))):
+        return None
+    return Deferral(matrices, mode, accumulates, accumulates)
+
+
+def detached(given: Matrices) -> Matrices:
+    """The values of matrices, without gradients."""
+    return given.detach() if isinstance(given, Tensor) else [each.detach() for each in given]
+
+
+def owned(gradient: Tensor) -> Tensor:
+    """A copy of the gradient of a node's output: Paddle's engine may add to that tensor once the node has returned."""
+    return gradient.detach().clone()
+
+
+def why_not_deferred(parameter: Tensor) -> tuple[str, str] | None:
+    """Expected and actual parameter, as texts, if its gradient cannot be deferred; otherwise None."""
+    if is_graph_value(parameter):
+        return "a tensor, outside static graphs, with defer_dw", "a value of a static graph"
+    if not parameter.stop_gradient and not parameter.is_leaf:
+        return "a leaf, such as a parameter, with defer_dw", "the result of another operator"
+    return None
+
+
+def _listed(given: Matrices) -> Sequence[Tensor]:
+    return [given] if isinstance(given, Tensor) else given
+
+
+class _Pending:
+    """The gradients of the matrices of one backward pass that are still to be computed.
+
+    Args:
+        function: the name that begins an error text.
+        deferral: the parameters, and the destination of their gradients.
+        wanted: for each operand, whether its gradient is wanted.
+        compute: returns the gradients of the operands, None where it added them to a destination. It owns the tensors
+            that it reads.
+        read: the tensors that it reads.
+    """
+
+    def __init__(
+        self, function: str, deferral: Deferral, wanted: Sequence[bool], compute: Compute, read: Iterable[Tensor]
+    ) -> None:
+        self.function, self.deferral, self._wanted = function, deferral, wanted
+        self._compute: Compute | None = compute
+        self._watched = native.watch(*read)
+
+    def gradients(self) -> list[Tensor | None]:
+        """The gradient of each leaf, None where there is none or it was accumulated. Frees what was kept for them."""
+        compute, deferral = self._compute, self.deferral
+        if compute is None:
+            return [None] * len(deferral.leaves)
+        if native.was_changed(self._watched):
+            raise RuntimeError(
+                f"{self.function}: a tensor that deferred gradients need was changed in place before flush_dw; with "
+                f"defer_dw={self.deferral.mode!r} tokens and plans must stay as they are until then"
+            )
+        destinations = tuple(
+            destination_of_matrices(each) if want and deferral.fuses else None
+            for want, each in zip(self._wanted, deferral.matrices, strict=True)
+        )
+        with paddle.no_grad(), without_autocast():
+            made = compute(destinations)
+            self._compute = None
+            results: list[Tensor | None] = []
+            for given, gradient in zip(deferral.matrices, made, strict=True):
+                results += _accumulated(given, gradient) if deferral.accumulates else _of_leaves(given, gradient)
+        return results
+
+    def __call__(self) -> None:
+        """Compute the gradients and pass them to Paddle, once; Fleet's store calls this."""
+        made = zip(self.deferral.leaves, self.gradients(), strict=True)
+        pairs = [(leaf, each) for leaf, each in made if each is not None and not leaf.stop_gradient]
+        if pairs:
+            leaves, gradients = zip(*pairs, strict=True)
+            with paddle.enable_grad():
+                _Delivered.apply(lambda: gradients, *leaves).backward()
+
+    def concerns(self, parameters: set[int]) -> bool:
+        return self._compute is not None and any(id(each) in parameters for each in self.deferral.leaves)
+
+
+def _of_leaves(given: Matrices, gradient: Matrices | None) -> list[Tensor | None]:
+    """The gradient of each parameter of an operand, in its dtype. A tensor of all matrices may have a list of them."""
+    if gradient is None:
+        return [None] * len(_listed(given))
+    if isinstance(given, Tensor):
+        return [to_dtype(gradient if isinstance(gradient, Tensor) else paddle.stack(gradient), given.dtype)]
+    parts = parts_of(gradient) if isinstance(gradient, Tensor) else gradient
+    return [to_dtype(part, leaf.dtype) for leaf, part in zip(given, parts, strict=True)]
+
+
+def _accumulated(given: Matrices, gradient: Matrices | None) -> list[Tensor | None]:
+    """As `_of_leaves`, after gradients with a destination were added to it."""
+    if gradient is not None and isinstance(given, Tensor) and not isinstance(gradient, Tensor):
+        whole = destination_of(given)
+        if whole is None:
+            return _of_leaves(given, gradient)
+        for number, each in enumerate(gradient):
+            put(Destination(whole.tensor[number], whole.adds), to_dtype(each, given.dtype))
+        return [None]
+    results: list[Tensor | None] = []
+    for leaf, each in zip(_listed(given), _of_leaves(given, gradient), strict=True):
+        destination = None if each is None or leaf.stop_gradient else destination_of(leaf)
+        if destination is not None:
+            put(destination, each)
+        results.append(each if destination is None else None)
+    return results
+
+
+class _Delivered(PyLayer):
+    """A node whose backward pass returns gradients that are known before."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Callable[[], tuple[Tensor, ...]], *leaves: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return paddle.zeros([1])
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:
+        return ctx.gradients()  # Paddle would take a tuple of tensors for inputs
+
+
+def finished(
+    call: Call,
+    deferral: Deferral,
+    gradients: Gradients,
+    wanted: Sequence[bool],
+    compute: Compute,
+    read: Iterable[Tensor],
+) -> Gradients:
+    """End the backward pass of a node whose inputs are those of ``gradients``, then the leaves; defer the latter's.
+
+    Args:
+        call: the call of the node.
+        deferral: of the call.
+        gradients: of the inputs before the leaves.
+        wanted: see `_Pending`.
+        compute: see `_Pending`.
+        read: see `_Pending`.
+
+    Returns:
+        the gradients of all inputs; None for those that wait.
+    """
+    if paddle.is_grad_enabled():
+        raise RuntimeError(f"{call.function}: create_graph=True is not supported with defer_dw={deferral.mode!r}")
+    pending = _Pending(call.function, deferral, wanted, compute, read)
+    store = getattr(sys.modules.get(_STORE), "WeightGradStore", None)
+    in_fleet = store is not None and store.enabled
+    made: list[Tensor | None] = [None] * len(deferral.leaves)
+    if deferral.mode == FLEET and not in_fleet:
+        made = pending.gradients()
+    elif _is_wanted(call.function, deferral):
+        _guard_optimizers()
+        if store is not None and in_fleet:
+            store.put(pending)
+            _in_fleet.add(pending)
+        else:
+            _pending.append(pending)
+    call.added = frozenset(number for number, each in enumerate(made, len(gradients)) if each is None)
+    return (*gradients, *made)
+
+
+def _is_wanted(function: str, deferral: Deferral) -> bool:
+    """True in a backward pass that computes the gradients of all leaves, False in `paddle.grad` of other tensors."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        place = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if place in _WHOLE:
+            return True
+        if place == _PARTIAL:
+            inputs = frame.f_locals["inputs"]
+            if any(each is leaf for each in inputs for leaf in deferral.leaves):
+                raise RuntimeError(
+                    f"{function}: paddle.grad of matrices is not supported with defer_dw={deferral.mode!r}, which "
+                    "computes their gradients after the backward pass; use backward() and flush_dw()"
+                )
+            return False
+        frame = frame.f_back
+    return True
+
+
+def flush_dw() -> int:
+    """Compute the gradients that calls with ``defer_dw=True`` have left out of their backward passes, and add them.
+
+    Gradients are computed in the order of the backward passes and added to ``grad``, or with ``accumulate=True`` to
+    ``main_grad``, with the bits that the backward pass would have computed. Hooks on the gradients of parameters run
+    now. Without pending gradients it does nothing. The memory that was kept for a gradient is freed when it is
+    computed.
+
+    Gradients in Fleet's ``WeightGradStore`` are computed by its ``pop``, not here.
+
+    Not differentiable. Deterministic. Host synchronisation as in the backward pass.
+
+    Returns:
+        the number of backward passes of layers, or of their GEMMs, whose gradients were added.
+
+    Raises:
+        RuntimeError: tokens or a plan were changed in place since the forward pass. Gradients of that pass and of later
+            ones stay pending, and nothing was added for them.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops import flush_dw, moe_mlp, route
+        >>> x, plan = paddle.randn([16, 64]), route(paddle.randint(0, 8, [16, 1]), num_experts=8)
+        >>> gate_up, down = (paddle.create_parameter(s, "float32") for s in ([8, 64, 96], [8, 48, 64]))
+        >>> moe_mlp(x, plan, None, gate_up, down, defer_dw=True).square().mean().backward()
+        >>> gate_up.grad is None
+        True
+        >>> flush_dw()
+        1
+        >>> gate_up.grad.shape
+        [8, 64, 96]
+    """
+    count = 0
+    while _pending:
+        pending = _pending.popleft()
+        try:
+            pending()
+        except BaseException:
+            if pending._compute is not None:
+                _pending.appendleft(pending)
+            raise
+        count += 1
+    return count
+
+
+def discard_dw() -> int:
+    """Drop the gradients that wait for `flush_dw`, and free their memory: after a backward pass that failed, say.
+
+    Gradients in Fleet's ``WeightGradStore`` are dropped by its ``clear``. Not differentiable. No host synchronisation.
+
+    Returns:
+        the number of backward passes of layers, or of their GEMMs, whose gradients were dropped.
+
+    Examples:
+        >>> from paddle_moe_ops import discard_dw
+        >>> discard_dw()
+        0
+    """
+    count = len(_pending)
+    _pending.clear()
+    return count
+
+
+def refuse_pending(function: str, parameters: Iterable[Any]) -> None:
+    """Raise a RuntimeError if gradients of some of the parameters are still deferred."""
+    if not _pending and not _in_fleet:
+        return
+    groups = [each["params"] if isinstance(each, dict) else [each] for each in parameters]
+    ids = {id(parameter) for group in groups for parameter in group}
+    for waiting, instead in ((_pending, "flush_dw()"), (_in_fleet, "WeightGradStore.pop()")):
+        count = sum(each.concerns(ids) for each in waiting)
+        if count:
+            raise RuntimeError(
+                f"{function}: gradients of {count} backward passes with defer_dw are still to be computed; call "
+                f"{instead} before, or discard_dw() to drop those that flush_dw() would compute"
+            )
+
+
+@functools.cache
+def _guard_optimizers() -> None:
+    """From now on let the steps of Paddle's optimizers raise if gradients of their parameters are deferred."""
+    apply = Optimizer._apply_optimize
+
+    @functools.wraps(apply)
+    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        refuse_pending("optimizer.step", self._parameter_list or ())
+        return apply(self, *arguments, **keywords)
+
+    del call.__wrapped__  # as in `changes`
+    Optimizer._apply_optimize = call
