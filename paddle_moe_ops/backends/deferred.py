@@ -228,10 +228,20 @@ def finished(
     pending = _Pending(call.function, deferral, wanted, compute, read)
     store = getattr(sys.modules.get(_STORE), "WeightGradStore", None)
     in_fleet = store is not None and store.enabled
+    inputs = _inputs_of_partial_gradient()
     made: list[Tensor | None] = [None] * len(deferral.leaves)
     if deferral.mode == FLEET and not in_fleet:
         made = pending.gradients()
-    elif _is_wanted(call.function, deferral):
+        if inputs is not None:  # Paddle refuses others
+            pairs = zip(made, deferral.leaves, strict=True)
+            made = [each if any(leaf is one for one in inputs) else None for each, leaf in pairs]
+    elif inputs is not None:  # whose gradients alone are wanted
+        if any(each is leaf for each in inputs for leaf in deferral.leaves):
+            raise RuntimeError(
+                f"{call.function}: paddle.grad of matrices is not supported with defer_dw={deferral.mode!r}, which "
+                "computes their gradients after the backward pass; use backward() and flush_dw()"
+            )
+    else:
         _guard_optimizers()
         if store is not None and in_fleet:
             store.put(pending)
@@ -242,23 +252,17 @@ def finished(
     return (*gradients, *made)
 
 
-def _is_wanted(function: str, deferral: Deferral) -> bool:
-    """True in a backward pass that computes the gradients of all leaves, False in `paddle.grad` of other tensors."""
+def _inputs_of_partial_gradient() -> Sequence[Tensor] | None:
+    """The tensors whose gradients `paddle.grad` computes, or None in a whole backward pass."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         place = frame.f_globals.get("__name__"), frame.f_code.co_name
         if place in _WHOLE:
-            return True
+            return None
         if place == _PARTIAL:
-            inputs = frame.f_locals["inputs"]
-            if any(each is leaf for each in inputs for leaf in deferral.leaves):
-                raise RuntimeError(
-                    f"{function}: paddle.grad of matrices is not supported with defer_dw={deferral.mode!r}, which "
-                    "computes their gradients after the backward pass; use backward() and flush_dw()"
-                )
-            return False
+            return frame.f_locals["inputs"]
         frame = frame.f_back
-    return True
+    return None
 
 
 def flush_dw() -> int:

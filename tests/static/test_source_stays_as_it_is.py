@@ -24,7 +24,9 @@ from paddle_moe_ops import (
     Float8Matrices,
     Plan,
     QuantizedMatrices,
+    discard_dw,
     explain,
+    flush_dw,
     moe_mlp,
     patch_paddle,
     patched_paddle,
@@ -75,7 +77,7 @@ FOLDER = str(Path(paddle_moe_ops.__file__).parent)
 # For arrays of NumPy, for several processes, or for models of PaddleFormers.
 CALLS = [*OWN_CALLS, *FASTDEPLOY_CALLS]
 NO_PROGRAMS = ("reference", "testing", "expert_parallel", "integrations")
-OF_DYGRAPH = {ExpertLoad, attach_loss, lay_side_by_side, quantize_experts, quantized_experts}
+OF_DYGRAPH = {ExpertLoad, attach_loss, discard_dw, flush_dw, lay_side_by_side, quantize_experts, quantized_experts}
 OF_DYGRAPH |= {gshard.assign_pos, incubate_quant.moe_gate_dispatch_and_quant}
 OF_DYGRAPH |= {fastdeploy.patch_fastdeploy, fastdeploy.patched_fastdeploy, fastdeploy.unpatch_fastdeploy}
 OF_DYGRAPH |= {getattr(fastdeploy, name) for name in DYGRAPH_NAMES}
