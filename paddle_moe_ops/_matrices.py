@@ -13,7 +13,7 @@ from paddle import Tensor, nn
 from . import _checks
 from ._graphs import is_graph_value, to_dtype
 from .backends import Backend, Matrices, accumulated, stack_or_view, why_not
-from .backends.deferred import FLEET, why_not_deferred
+from .backends.deferred import FLEET, reducing_wrapper, why_not_deferred
 from .backends.quantized import FLOAT8_FORMAT, FORMATS, QuantizedMatrices, as_quantized
 
 __all__ = [
@@ -148,11 +148,16 @@ def check_deferrable(function: str, x: Tensor, defer_dw: bool | str, **given: Ma
     """Check that gradients of the matrices can be computed after the backward pass."""
     if is_graph_value(x):
         _checks.bad_value(function, "defer_dw", "False in a static graph", repr(defer_dw))
-    for argument, value in given.items():
-        for name, each in named(argument, value).items():
-            problem = why_not_deferred(each)
-            if problem is not None:
-                _checks.bad_value(function, name, *problem)
+    leaves = {name: each for argument, value in given.items() for name, each in named(argument, value).items()}
+    for name, each in leaves.items():
+        problem = why_not_deferred(each)
+        if problem is not None:
+            _checks.bad_value(function, name, *problem)
+    wrapper = reducing_wrapper(leaves.values()) if defer_dw is True else None
+    if wrapper is not None:
+        but = ", except in its no_sync()" if wrapper == "DataParallel" else ""
+        expected = f"False in {wrapper}, which reduces gradients before they are flushed{but}"
+        _checks.bad_value(function, "defer_dw", expected, repr(defer_dw))
 
 
 def check_compute(function: str, compute: str | None, activation: str, has_biases: bool) -> None:

@@ -17,7 +17,10 @@ from typing import Any, NamedTuple
 
 import paddle
 from paddle import Tensor
+from paddle.amp.auto_cast import amp_global_state
+from paddle.amp.grad_scaler import AmpScaler
 from paddle.autograd import PyLayer
+from paddle.base import core
 from paddle.optimizer import Optimizer
 
 from .._graphs import is_graph_value, to_dtype, without_autocast
@@ -36,12 +39,19 @@ __all__ = [
     "finished",
     "flush_dw",
     "owned",
+    "reducing_wrapper",
     "refuse_pending",
     "why_not_deferred",
 ]
 
 FLEET = "fleet"  # the mode that follows `WeightGradStore.enabled`
 _STORE = "paddle.distributed.fleet.meta_parallel.zero_bubble_utils"
+_SHARDING = "paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding_optimizer"
+_CLEARING = (  # Fleet's optimizers with a `clear_grad` of their own
+    ("paddle.distributed.fleet.utils.mix_precision_utils", "MixPrecisionOptimizer"),
+    (_SHARDING, "DygraphShardingOptimizer"),
+    (_SHARDING, "DygraphShardingOptimizerV2"),
+)
 _PARTIAL = "paddle.base.dygraph.base", "grad"
 _WHOLE = ("paddle.autograd.backward_mode", "backward"), ("paddle.base.dygraph.tensor_patch_methods", "backward")
 
@@ -103,6 +113,32 @@ def why_not_deferred(parameter: Tensor) -> tuple[str, str] | None:
     return None
 
 
+_REDUCING = {  # modules of wrappers that reduce gradients in the backward pass
+    "paddle.distributed.parallel": "DataParallel",
+    "paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage2": "GroupShardedStage2",
+    "paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3": "GroupShardedStage3",
+}
+
+
+def reducing_wrapper(leaves: Iterable[Tensor]) -> str | None:
+    """The class whose forward function runs now, and which reduces gradients of the leaves before a flush."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__")
+        if module in _REDUCING and frame.f_code.co_name == "forward":
+            name = _REDUCING[module]
+            if name != "DataParallel" or _reduces(frame.f_locals["self"], leaves):
+                return name
+        frame = frame.f_back
+    return None
+
+
+def _reduces(wrapper: paddle.DataParallel, leaves: Iterable[Tensor]) -> bool:
+    if wrapper._strategy.nranks < 2 or not wrapper.grad_need_sync:
+        return False
+    return any(not each.stop_gradient and not getattr(each, "no_sync", False) for each in leaves)
+
+
 def _listed(given: Matrices) -> Sequence[Tensor]:
     return [given] if isinstance(given, Tensor) else given
 
@@ -156,6 +192,7 @@ class _Pending:
             leaves, gradients = zip(*pairs, strict=True)
             with paddle.enable_grad():
                 _Delivered.apply(lambda: gradients, *leaves).backward()
+            _master_gradients(leaves)
 
     def concerns(self, parameters: set[int]) -> bool:
         return self._compute is not None and any(id(each) in parameters for each in self.deferral.leaves)
@@ -187,6 +224,14 @@ def _accumulated(given: Matrices, gradient: Matrices | None) -> list[Tensor | No
             put(destination, each)
         results.append(each if destination is None else None)
     return results
+
+
+def _master_gradients(leaves: Sequence[Tensor]) -> None:
+    """Cast gradients to float32 as Paddle does after a backward pass with ``master_grad`` of `paddle.amp.decorate`."""
+    state = amp_global_state()
+    if state.use_master_grad:
+        ids = {id(each) for each in state.model_parameters}
+        core.eager.set_master_grads([leaf for leaf in leaves if id(leaf) in ids])
 
 
 class _Delivered(PyLayer):
@@ -345,13 +390,22 @@ def refuse_pending(function: str, parameters: Iterable[Any]) -> None:
 
 @functools.cache
 def _guard_optimizers() -> None:
-    """From now on let the steps of Paddle's optimizers raise if gradients of their parameters are deferred."""
-    apply = Optimizer._apply_optimize
+    """From now on let Paddle's optimizers and scalers raise if gradients of their parameters are deferred."""
+    _guard(Optimizer, "_apply_optimize", "optimizer.step", lambda optimizer, *_: optimizer)
+    _guard(AmpScaler, "_unscale", "GradScaler", lambda _, optimizer: optimizer)
+    of_fleet = (getattr(sys.modules.get(module), name, None) for module, name in _CLEARING)
+    for owner in (Optimizer, *(each for each in of_fleet if each is not None)):
+        _guard(owner, "clear_grad", "optimizer.clear_grad", lambda optimizer, *_: optimizer)
 
-    @functools.wraps(apply)
+
+def _guard(owner: type, method: str, function: str, optimizer_of: Callable[..., Any]) -> None:
+    """Let a method raise if gradients of the optimizer's parameters are deferred."""
+    original = getattr(owner, method)
+
+    @functools.wraps(original)
     def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        refuse_pending("optimizer.step", self._parameter_list or ())
-        return apply(self, *arguments, **keywords)
+        refuse_pending(function, getattr(optimizer_of(self, *arguments), "_parameter_list", None) or ())
+        return original(self, *arguments, **keywords)
 
     del call.__wrapped__  # as in `changes`
-    Optimizer._apply_optimize = call
+    setattr(owner, method, call)

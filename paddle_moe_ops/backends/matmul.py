@@ -131,11 +131,11 @@ class _DeferredProduct(_Deferred):
 
 
 class _DeferredList(_Deferred):
-    """GEMMs with the matrices of a list, one by one. Rows of no group are 0."""
+    """GEMMs with the matrices of a list, one by one. Rows of no group are 0. The gradients have the given dtype."""
 
-    def __init__(self, x: Tensor, w: Sequence[Tensor], segments: list[int], spec: GemmSpec) -> None:
+    def __init__(self, x: Tensor, w: Sequence[Tensor], dtype: Any, segments: list[int], spec: GemmSpec) -> None:
         super().__init__(x, spec)
-        self.w, self.segments = w, segments
+        self.w, self.dtype, self.segments = w, dtype, segments
 
     def run(self) -> tuple[Tensor, ...]:
         x, w = self.x.detach(), self.w
@@ -147,7 +147,7 @@ class _DeferredList(_Deferred):
         x, *w = self.saved
         d_out, segments, transpose = owned(*gradients), self.segments, self.transpose
         d_x = _multiply(d_out, w, None, None, segments, not transpose) if self.wanted[0] else None
-        shapes, dtype = [each.shape for each in w], w[0].dtype
+        shapes, dtype = [each.shape for each in w], self.dtype
 
         def compute(_: Any) -> tuple[list[Tensor]]:
             parts = zip(_split(x, segments)[1::2], _split(d_out, segments)[1::2], shapes, strict=True)
@@ -160,7 +160,8 @@ def _wgrad(x: Tensor, d_out: Tensor, transpose: bool, shape: list[int], dtype: A
     """The gradient of one matrix."""
     if x.shape[0] == 0:
         return filled(shape, 0, dtype, like=x)
-    return paddle.matmul(d_out, x, transpose_x=True) if transpose else paddle.matmul(x, d_out, transpose_x=True)
+    first, second = (d_out, x) if transpose else (x, d_out)
+    return to_dtype(paddle.matmul(first, second, transpose_x=True), dtype)
 
 
 def _deferred_list(
@@ -168,10 +169,10 @@ def _deferred_list(
 ) -> Tensor:
     """`_multiply` with deferred gradients of the matrices."""
     matrices = w if isinstance(w, Sequence) else paddle.unbind(w)
-    rows = x
+    rows, dtype = x, matrices[0].dtype
     if not is_on_gpu(x):
         matrices, rows = [float32(each) for each in matrices], float32(x)
-    made = _connected(_DeferredList(rows, matrices, segments, spec), spec.deferral)
+    made = _connected(_DeferredList(rows, matrices, dtype, segments, spec), spec.deferral)
     if weights is not None or bias is not None:
         made = _multiply(made, None, weights, float32(bias), segments, spec.transpose)
     return to_dtype(made, x.dtype)

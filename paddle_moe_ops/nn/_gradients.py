@@ -11,7 +11,6 @@ from paddle import Tensor
 from .. import _checks
 from .._graphs import GraphValue
 from ..backends.deferred import Deferral, deferral_of, detached
-from ..mlp import IN_GRAPH
 
 
 class GradientOptions(NamedTuple):
@@ -36,5 +35,5 @@ def gradients_of_call(name: str, rows: Tensor, training: bool, **options: Any) -
         return GradientOptions(**options)
     for option, value in options.items():
         if value and training:
-            _checks.bad_value(name, option, f"False, or the layer in eval() mode, {IN_GRAPH}", value)
+            _checks.bad_value(name, option, "False, or the layer in eval() mode, in a static graph", repr(value))
     return GradientOptions(False, False)

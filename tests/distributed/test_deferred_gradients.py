@@ -12,6 +12,7 @@ import pytest
 
 from paddle_moe_ops import discard_dw, flush_dw
 from paddle_moe_ops.expert_parallel import average_gradients
+from paddle_moe_ops.nn import MoELayer
 
 from .processes import run
 from .test_expert_parallel_errors import caught
@@ -71,3 +72,31 @@ def test_averages_that_come_too_early_raise_on_every_rank(waits_on):
         assert text.startswith("RuntimeError: average_gradients: ")
         if rank in waits_on:
             assert "gradients of 1 backward passes with defer_dw are still to be computed; call flush_dw()" in text
+
+
+def in_data_parallel(defer_dw: bool) -> tuple[str, list[np.ndarray]]:
+    """The error of a call in the wrapper, and averaged gradients, by hand if they wait."""
+    paddle.seed(7)
+    layer = MoELayer(HIDDEN, 16, 4, 2, defer_dw=defer_dw)
+    model, ranks = paddle.DataParallel(layer), paddle.distributed.get_world_size()
+    paddle.seed(paddle.distributed.get_rank())
+    x = paddle.randn([9, HIDDEN])
+    if not defer_dw:
+        model(x).square().sum().backward()
+        return "", [each.grad.numpy() for each in layer.parameters()]
+    text = caught(lambda: model(x))
+    with model.no_sync():
+        model(x).square().sum().backward()
+    flush_dw()
+    for each in layer.parameters():
+        paddle.distributed.all_reduce(each.grad)
+    return text, [each.grad.numpy() / ranks for each in layer.parameters()]
+
+
+def test_data_parallel_reduces_too_early_and_is_refused():
+    due, made = (run(in_data_parallel, 2, defer_dw=each) for each in (False, True))
+    for (text, gradients), (_, expected) in zip(made, due, strict=True):
+        assert text.startswith("ValueError: MoELayer: defer_dw must be False in DataParallel, which reduces gradients")
+        assert text.endswith("before they are flushed, except in its no_sync(), but got True")
+        for each, other in zip(gradients, expected, strict=True):
+            np.testing.assert_allclose(each, other, rtol=1e-6, atol=1e-6)
