@@ -168,7 +168,9 @@ def moe_mlp(
             the matrices are not kept and may change. The matrices must be leaves, such as parameters. Use
             ``backward()``: ``create_graph=True`` and `paddle.grad` of the matrices raise, and hooks on their gradients
             receive None, then the gradient at the flush. A second backward pass through the same graph raises. On the
-            backend "reference" the backward pass computes dW, and only adding it waits.
+            backend "reference" the backward pass computes dW, and only adding it waits. True is refused in wrappers
+            that reduce gradients in the backward pass: paddle.DataParallel, except in its ``no_sync()``, and Paddle's
+            sharding of stages 2 and 3.
 
     Returns:
         a tensor with the shape and dtype of ``x``.
@@ -180,7 +182,7 @@ def moe_mlp(
             activation; ``keep="h_fp8"`` or ``float8_matrices`` without ``compute``, or the latter in a static graph or
             made of other matrices; ``compute`` where the compiled library has no operators; ``accumulate``,
             ``keep="h_fp8"`` or ``float8_matrices`` with quantised matrices; ``defer_dw`` in a static graph, with
-            quantised matrices, or with a matrix that is not a leaf.
+            quantised matrices, with a matrix that is not a leaf, or in a wrapper that reduces gradients too early.
 
     Examples:
         >>> import paddle

@@ -318,7 +318,9 @@ def flush_dw() -> int:
     now. Without pending gradients it does nothing. The memory that was kept for a gradient is freed when it is
     computed.
 
-    Gradients in Fleet's ``WeightGradStore`` are computed by its ``pop``, not here.
+    Call it before an optimizer's ``step`` or ``clear_grad`` and before unscaling by a ``GradScaler``, which raise while
+    gradients of their parameters wait, and before other functions that read gradients. Gradients in Fleet's
+    ``WeightGradStore`` are computed by its ``pop``, not here.
 
     Not differentiable. Deterministic. Host synchronisation as in the backward pass.
 

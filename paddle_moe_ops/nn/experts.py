@@ -302,7 +302,7 @@ class SwiGLUExperts(nn.Layer):
         return _by_plan(x, parameters, sizes_of, self.activation, plan, probs, "x", gradients)
 
     def _parameters_of_rows(self, argument: str, rows: Tensor) -> tuple[_Parameters, GradientOptions]:
-        """The parameters for calls that `moe_mlp` does not run, and what happens to their gradients."""
+        """The parameters for calls that `moe_mlp` does not run, and the options about their gradients."""
         if self.compute is not None:
             _checks.bad_value(_NAME, "combine", f"True with compute={self.compute!r}", False)
         is_plain = self.matrix_format is None
