@@ -19,10 +19,12 @@ class GradientOptions(NamedTuple):
     accumulate: bool
     defer_dw: bool | str
 
-    def of(self, matrices: Tensor) -> tuple[Any, Deferral | None]:
-        """The operand of a GEMM, and the deferral of its gradient or None."""
-        deferral = deferral_of(self.defer_dw, self.accumulate, matrices)
-        return (matrices, None) if deferral is None else (detached(matrices), deferral.of(0))
+
+def operand_of(how: GradientOptions, matrices: Tensor) -> tuple[Any, Deferral | None]:
+    """The operand of a GEMM, and the deferral of its gradient or None."""
+    accumulate, defer_dw = how  # a plain tuple where bytecode is traced
+    deferral = deferral_of(defer_dw, accumulate, matrices)
+    return (matrices, None) if deferral is None else (detached(matrices), deferral.of(0))
 
 
 def gradient_options(options: dict[str, Any]) -> dict[str, Any]:

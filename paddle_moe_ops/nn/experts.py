@@ -31,7 +31,7 @@ from ..mlp import (
 )
 from ..routing import Plan, as_plan, check_weights, row_probs, tokens_of
 from ._common import Size, casting_others, described, initial, sizes, weight
-from ._gradients import GradientOptions, gradient_options, gradients_of_call
+from ._gradients import GradientOptions, gradient_options, gradients_of_call, operand_of
 from ._quantized import codes_of, matrices_of, refuse_sharded_state, replace_matrices, values_of
 from .microbatches import warn_of_codes_for_few_rows
 
@@ -350,7 +350,7 @@ def _by_counts(
     groups = GemmSpec(counts, offsets, False, None, _checks.validation(_NAME, None, rows), is_checked)
     # Under mixed precision each GEMM casts its operands, which may change the backend.
     product = multiplied if paddle.amp.is_autocast_enabled() else resolve("grouped_gemm", rows).grouped_gemm
-    (gate_up, of_gate_up), (down, of_down) = how.of(gate_up), how.of(down)
+    (gate_up, of_gate_up), (down, of_down) = operand_of(how, gate_up), operand_of(how, down)
     first = product(rows, gate_up, None, first_bias, groups._replace(deferral=of_gate_up))
     return product(FUNCTIONS[activation](first), down, None, second_bias, groups._replace(deferral=of_down))
 
@@ -374,7 +374,7 @@ def _by_plan(
         weights = row_probs(probs, plan)
     groups = GemmSpec(plan.tokens_per_expert, plan.expert_offsets, False, None, _checks.validation(_NAME, None, x))
     with _checks.renaming("grouped_gemm", _NAME, X=argument):
-        (gate_up, of_gate_up), (down, of_down) = how.of(gate_up), how.of(down)
+        (gate_up, of_gate_up), (down, of_down) = operand_of(how, gate_up), operand_of(how, down)
         hidden = multiplied(x, gate_up, None, first_bias, groups._replace(plan=plan, deferral=of_gate_up))
         return multiplied(activate(hidden, activation), down, weights, second_bias, groups._replace(deferral=of_down))
 
