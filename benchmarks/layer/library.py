@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.core.layer import Choices, Facts, Hidden, Kernels, LayerParams
-from tests.core.operators.grouped_gemm import AMAX_MIN, GROUP, Accumulation, QuantizeBlocksParams
+from tests.core.operators.grouped_gemm import AMAX_MIN, GROUP, Accumulation
+from tests.core.operators.matrices import QuantizeBlocksParams
 from tests.core.structs import RoutingKind
 
 from .inputs import Inputs
