@@ -36,7 +36,7 @@ __all__ = [
 _NAME = "moe_mlp"
 _OPERATOR = f"the operator {_NAME} of the compiled library"
 _RECOMPUTES, _KEEPS, _KEEPS_CODES = range(3)  # pmo_layer_hidden
-_SWAP_AB_ROWS = 160  # PMO_GROUPED_TURNED_ROWS
+_KERNELS = {160: "swap-AB", 128: "ping-pong", 64: "few rows"}  # by tile rows, PMO_GROUPED_*
 _FORMS = 4  # codes and scales of two matrices for one pass
 _EXPONENT_BIT = 1 << 23  # of float32
 
@@ -298,7 +298,7 @@ def explain_library(x: Tensor, down: Matrices, spec: MlpSpec, wanted: tuple[bool
     lines = [f"runs as: {how}"]
     for name, plan in zip(("forward", "backward")[: 1 + any(wanted)], plans, strict=False):
         chunks = plan.row_chunks or "none, GEMMs gather token rows"
-        sums = "float8" if float8 else "swap-AB" if plan.sum_tile_rows == _SWAP_AB_ROWS else "ping-pong"
+        sums = "float8" if float8 else _KERNELS[plan.sum_tile_rows]
         columns = -(-x.shape[1] // plan.chunk_columns)
         lines.append(
             f"{name}: workspace {plan.num_bytes / 2**20:.1f} MiB; chunks of rows: {chunks}; "

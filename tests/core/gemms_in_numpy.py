@@ -20,6 +20,7 @@ from paddle_moe_ops.reference import dequantize_1x128, quantize_1x128, quantize_
 from paddle_moe_ops.reference.activations import activate, activation_factors
 
 from .operators.grouped_gemm import (
+    FEW_ROWS,
     GROUP,
     PING_PONG,
     TILE_COLUMNS,
@@ -31,7 +32,7 @@ from .operators.grouped_gemm import (
     Result,
 )
 from .operators.matrices import QuantizeBlocksParams
-from .structs import DTYPES, Params, Status
+from .structs import DTYPES, Params, RoutingKind, Status
 
 __all__ = ["FUNCTION", "ORACLES", "callbacks"]
 
@@ -68,6 +69,22 @@ def _groups(p: ProductParams | Float8Params, tile_rows: int) -> Iterator[tuple[i
             yield expert, slice(begin, end)
 
 
+def _groups_of_sizes(p: ProductParams) -> Iterator[tuple[int, slice]]:
+    """Experts with rows, and these rows, by the rules of pmo_grouped_tables_params."""
+    ids = {RoutingKind.IDS32: np.int32, RoutingKind.IDS64: np.int64}
+    sizes = _array(p, "sizes", (p.num_experts,), ids[RoutingKind(p.sizes_kind)])
+    begins = np.cumsum([0, *np.clip(sizes, 0, p.num_rows)[:-1]])
+    if p.address("offsets"):
+        begins = _array(p, "offsets", (p.num_experts,), ids[RoutingKind(p.offsets_kind)])
+    end_before = 0
+    for expert, (size, begin) in enumerate(zip(sizes, np.clip(begins, 0, p.num_rows), strict=True)):
+        end = max(min(int(begin) + max(int(size), 0), p.num_rows), end_before)
+        first = max(int(begin), end_before)
+        end_before = end
+        if first < end:
+            yield expert, slice(first, end)
+
+
 def _gathered(source: NDArray, tokens: NDArray) -> NDArray:
     """Rows of tokens, zeros where there is no such token."""
     is_there = (tokens >= 0) & (tokens < len(source))
@@ -82,6 +99,7 @@ def _check_launch(p: ProductParams | Float8Params) -> None:
 
 def product(p: ProductParams) -> None:
     _check_launch(p)
+    assert p.tile_rows != FEW_ROWS or (p.result != Result.GRADIENT and not p.address("hidden") and p.first_row == 0)
     assert p.gathers or p.window_rows <= p.num_sources
     dtype, experts = _NAMES[p.dtype], p.num_experts
     shape = (p.outer, p.inner) if p.transpose else (p.inner, p.outer)
@@ -90,7 +108,7 @@ def product(p: ProductParams) -> None:
     owners = _array(p, "row_to_token", (p.num_rows,), np.int32)
     out = _array(p, "out", (p.num_rows, p.width), dtype)
     hidden = _array(p, "hidden", (p.num_rows, 2 * p.width), dtype)
-    for expert, rows in _groups(p, p.tile_rows):
+    for expert, rows in _groups_of_sizes(p) if p.tile_rows == FEW_ROWS else _groups(p, p.tile_rows):
         x = _gathered(source, owners[rows]) if p.gathers else source[rows.start - p.first_row : rows.stop - p.first_row]
         assert len(x) == rows.stop - rows.start, "a tile reads rows behind its chunk"
         made = _sums("rk,kc->rc", x, matrices[expert].T if p.transpose else matrices[expert])

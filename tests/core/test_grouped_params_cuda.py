@@ -11,6 +11,7 @@ import pytest
 from .binding import Core, CoreError
 from .operators.grouped_gemm import (
     AMAX_MIN,
+    FEW_ROWS,
     PING_PONG,
     SWAP_AB,
     Float8Params,
@@ -34,6 +35,7 @@ OUTER = (
     ("p", "q", "first", "stop", "out", "counters"),
 )
 ADDRESS = 1 << 20
+FEW = {"tile_rows": FEW_ROWS, "sizes": ADDRESS}
 
 
 Valid = tuple[dict[str, Any], tuple[str, ...]]
@@ -75,10 +77,23 @@ def refusal(core: Core, operator: str, params: Params, valid: Valid, changes: di
         *(
             (
                 {"result": result, "tile_rows": PING_PONG},
-                "tile_rows must be PMO_GROUPED_TURNED_ROWS unless the result is plain",
+                "tile_rows must be PMO_GROUPED_TURNED_ROWS or PMO_GROUPED_FEW_ROWS unless the result is plain",
             )
             for result in (Result.GATED, Result.GRADIENT)
         ),
+        ({"tile_rows": FEW_ROWS}, "sizes must be an aligned array of ids"),
+        (
+            {**FEW, "result": Result.GRADIENT, "hidden": ADDRESS},
+            "tile_rows must be PMO_GROUPED_TURNED_ROWS for a gradient",
+        ),
+        ({**FEW, "num_experts": 513}, "num_experts must be at most PMO_GROUPED_MAX_FEW_EXPERTS"),
+        ({**FEW, "hidden": ADDRESS}, "hidden must be NULL with PMO_GROUPED_FEW_ROWS"),
+        ({**FEW, "first_row": 1}, "window_rows must be all rows with PMO_GROUPED_FEW_ROWS"),
+        ({**FEW, "window_rows": 3}, "window_rows must be all rows with PMO_GROUPED_FEW_ROWS"),
+        ({**FEW, "num_sources": 3}, "num_sources must be at least num_rows with PMO_GROUPED_FEW_ROWS"),
+        ({**FEW, "x_row_stride": 1 << 31}, "x_row_stride must be below 2^31 with PMO_GROUPED_FEW_ROWS"),
+        ({**FEW, "sizes_kind": 2}, "sizes_kind must be PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64"),
+        ({**FEW, "offsets": ADDRESS + 2}, "offsets must be NULL or an aligned array of ids"),
         (
             {"tile_rows": PING_PONG, "tile_columns": 160},
             "tile_columns must be PMO_GROUPED_TILE_COLUMNS or PMO_GROUPED_WIDE_COLUMNS",

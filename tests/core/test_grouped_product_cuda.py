@@ -9,8 +9,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
+from ..reference.cases import assert_same_bits
 from .binding import Core
 from .grouped_cases import (
     EXPERTS_AT_LIMITS,
@@ -26,6 +27,7 @@ from .grouped_cases import (
 from .guards import MakeOutput
 from .layer_problems import BFLOAT16
 from .operators.grouped_gemm import (
+    FEW_ROWS,
     PING_PONG,
     SWAP_AB,
     TILE_COLUMNS,
@@ -36,6 +38,7 @@ from .operators.grouped_gemm import (
     product_params,
     schedule,
 )
+from .structs import IDS_KINDS
 
 pytestmark = pytest.mark.cuda_only
 
@@ -114,6 +117,18 @@ class Gemm:
         x = options.pop("x", self.x)
         return product_params(x, self.matrix, out, launch, transpose=self.transpose, **options)
 
+    def check_few_rows(self, core: Core, ids: DTypeLike = np.int32, **options: Any) -> None:
+        """With the kernel for few rows."""
+        groups = {name: np.array(each, ids) for name, each in zip(("sizes", "offsets"), self.groups, strict=True)}
+        launch: dict[str, Any] = {**groups, "tile_rows": FEW_ROWS, "sizes_kind": IDS_KINDS[np.dtype(ids)]}
+        launch["offsets_kind"] = launch["sizes_kind"]
+        launch |= options
+        assert_like_oracle(core, "grouped_product", lambda output: self.make(output, launch, keeps=False))
+
+    @property
+    def groups(self) -> tuple[list[int], list[int]]:
+        return list(self.case.rows.sizes), self.case.rows.starts
+
     def check(self, core: Core, **options: Any) -> dict[str, NDArray]:
         launch = schedule(tables_of(core, self.case.rows, options.get("tile_rows", SWAP_AB)))
         return assert_like_oracle(core, "grouped_product", lambda output: self.make(output, launch, **options))
@@ -145,6 +160,76 @@ def test_results_of_swiglu(
     dtype: np.dtype,
 ) -> None:
     Gemm(rng, case, result, dtype, transpose=transpose, gathers=gathers).check(core)
+
+
+FEW = pytest.mark.parametrize(
+    ("result", "gathers"),
+    [(Result.PLAIN, False), (Result.GATED, False), (Result.GATED, True)],
+    ids=["plain", "gated", "gated, gathered rows"],
+)
+
+
+@BY_DTYPE
+@BY_LAYOUT
+@FEW
+@pytest.mark.parametrize("name", [name for name, case in ROWS.items() if len(case.rows.sizes) <= 512])
+def test_results_of_few_rows(
+    core: Core, rng: np.random.Generator, name: str, result: Result, gathers: bool, transpose: bool, dtype: np.dtype
+) -> None:
+    Gemm(rng, ROWS[name], result, dtype, transpose=transpose, gathers=gathers).check_few_rows(core)
+
+
+@pytest.mark.parametrize("experts", [1, 31, 32, 33, 191, 192, 193, 511, 512])
+@FEW
+def test_few_rows_of_many_experts(
+    core: Core, rng: np.random.Generator, experts: int, result: Result, gathers: bool
+) -> None:
+    sizes = [(expert * 37) % 67 if expert % 5 < 2 else 0 for expert in range(experts)]
+    Gemm(rng, GemmCase(ExpertRows([*sizes[:-1], 5]), 136, 264), result, gathers=gathers).check_few_rows(core, np.int64)
+
+
+@pytest.mark.parametrize("inner", [8, 64, 72, 256, 264, 520])
+@FEW
+def test_few_rows_of_any_length(
+    core: Core, rng: np.random.Generator, inner: int, result: Result, gathers: bool
+) -> None:
+    """Around the steps of K and the stages of the pipeline."""
+    Gemm(rng, GemmCase(ExpertRows([1, 0, 17, 64, 65]), inner, 72), result, gathers=gathers).check_few_rows(core)
+
+
+@BY_LAYOUT
+def test_few_rows_by_chunks_of_columns_and_without_weights(
+    core: Core, rng: np.random.Generator, transpose: bool
+) -> None:
+    for first_column, width in ((0, 136), (136, 264), (392, 8)):
+        case = GemmCase(ExpertRows([70, 0, 41]), 72, 400)
+        gemm = Gemm(rng, case, Result.PLAIN, transpose=transpose, weighted=first_column > 0)
+        gemm.check_few_rows(core, first_column=first_column, width=width)
+
+
+def test_few_rows_of_groups_that_overlap_or_end_late_are_cut(core: Core, rng: np.random.Generator) -> None:
+    class Cut(Gemm):
+        @property
+        def groups(self) -> tuple[list[int], list[int]]:
+            return [70, -3, 20, 90], [0, 60, 60, 75]
+
+    Cut(rng, GemmCase(ExpertRows([70, 0, 10, 20]), 72, 40), Result.PLAIN).check_few_rows(core)
+
+
+@pytest.mark.parametrize("result", [Result.PLAIN, Result.GATED], ids=lambda result: result.name.lower())
+@BY_DTYPE
+def test_few_rows_have_the_bits_of_the_other_kernels(
+    core: Core, rng: np.random.Generator, dtype: np.dtype, result: Result
+) -> None:
+    gemm = Gemm(rng, GemmCase(ExpertRows([1, 7, 0, 33, 65, 130]), 1032, 264), result, dtype)
+    gemm.x, gemm.matrix = (rng.standard_normal(each.shape).astype(dtype) for each in (gemm.x, gemm.matrix))
+    outs = []
+    few = {"sizes": np.array(gemm.groups[0], np.int32), "tile_rows": FEW_ROWS}
+    for launch in (schedule(tables_of(core, gemm.case.rows)), few):
+        outs.append(np.zeros((gemm.case.rows.total, gemm.case.width), dtype))
+        made = gemm.make(lambda *_: outs[-1], launch, keeps=False)
+        core.run("grouped_product", made)
+    assert_same_bits(outs[1], outs[0])
 
 
 @pytest.mark.parametrize("gathers", [False, True], ids=["rows", "gathered rows"])

@@ -76,6 +76,16 @@ def test_cases_reach_every_choice(core: Core, rng: np.random.Generator) -> None:
     assert {(1, SWAP_AB), (1, PING_PONG), (0, SWAP_AB)} <= reached
 
 
+@LAYOUTS
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.tokens * case.topk < 24 * case.experts])
+def test_a_pass_that_keeps_no_h_launches_the_kernel_for_few_rows(
+    core: Core, rng: np.random.Generator, name: str, transpose: bool
+) -> None:
+    problem = exact(rng, CASES[name], transpose=transpose)
+    layer = problem.layer._replace(keeps=Hidden.RECOMPUTES)
+    assert_same(live_part(layer, problem.run(core, layer)), problem.due()._replace(hidden=None))
+
+
 @pytest.mark.parametrize("keeps", [Hidden.KEEPS, Hidden.RECOMPUTES], ids=["keeps H", "recomputes H"])
 @BY_DTYPE
 def test_random_numbers_are_near_the_oracle(

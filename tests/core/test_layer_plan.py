@@ -14,7 +14,7 @@ import pytest
 
 from .binding import Core, CoreError
 from .layer import BACKWARD, FORWARD, H100, H200, Choices, Facts, Hidden, Kernels, LayerParams, Part, choices
-from .operators.grouped_gemm import PING_PONG, SWAP_AB
+from .operators.grouped_gemm import FEW_ROWS, PING_PONG, SWAP_AB
 from .structs import DTYPES
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -59,6 +59,33 @@ def test_choices_for_models(
         made = of_model(core, sizes, which, gpu)
         assert (made.num_chunks, made.chunk_columns, made.sum_tile_rows) == expected
         assert made.gathers == (made.num_chunks == 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "facts", "expected"),
+    [
+        (24, {}, FEW_ROWS),
+        (25, {}, SWAP_AB),
+        (24, {"keeps_hidden": Hidden.KEEPS}, SWAP_AB),
+        (24, {"backward": 1}, SWAP_AB),
+        (24, {"num_experts": 512, "num_rows": 24 * 512}, FEW_ROWS),
+        (24, {"num_experts": 513, "num_rows": 24 * 513}, SWAP_AB),
+        # the time of reading the matrices hides what a launch costs
+        (16, {"num_experts": 256, "num_rows": 1, "hidden": 7168, "inner": 2048}, FEW_ROWS),
+        (16, {"num_experts": 256, "num_rows": 54, "hidden": 7168, "inner": 2048}, FEW_ROWS),
+        (16, {"num_experts": 256, "num_rows": 55, "hidden": 7168, "inner": 2048}, SWAP_AB),
+        (16, {"num_experts": 54, "num_rows": 540, "hidden": 7168, "inner": 2048}, FEW_ROWS),
+        (24, {"num_tokens": 0}, SWAP_AB),
+        (0, {"num_tokens": 0}, SWAP_AB),
+    ],
+    ids=str,
+)
+def test_few_rows_without_h_have_a_kernel_of_their_own_which_needs_no_tables(
+    core: Core, rows: int, facts: dict[str, int], expected: int
+) -> None:
+    made = plain_layer(core, rows, **{"hidden": 256, "inner": 128, **facts})
+    assert made.sum_tile_rows == expected
+    assert (made.tables_size == 0) == (expected == FEW_ROWS)
 
 
 def plain_layer(core: Core, rows: int, hidden: int, inner: int, **facts: int) -> Choices:

@@ -3,6 +3,7 @@
 
 #include "common/checks.h"
 #include "common/grouped_sizes.h"
+#include "common/ids.h"
 #include "common/status.h"
 
 namespace pmo {
@@ -18,16 +19,32 @@ int check_gathered(int64_t num_sources, int64_t row_stride, const char* name, co
   return PMO_OK;
 }
 
+// The kernel for few rows reads sizes and offsets, and all rows of x.
+int check_few_rows(const pmo_grouped_product_params& p) {
+  PMO_REQUIRE(p.num_experts <= PMO_GROUPED_MAX_FEW_EXPERTS, "num_experts", "at most PMO_GROUPED_MAX_FEW_EXPERTS");
+  PMO_REQUIRE(p.hidden == nullptr, "hidden", "NULL with PMO_GROUPED_FEW_ROWS");
+  PMO_REQUIRE(p.first_row == 0 && p.window_rows >= p.num_rows, "window_rows", "all rows with PMO_GROUPED_FEW_ROWS");
+  PMO_REQUIRE(p.gathers != 0 || p.num_sources >= p.num_rows, "num_sources", "at least num_rows with PMO_GROUPED_FEW_ROWS");
+  PMO_REQUIRE(p.x_row_stride <= INT32_MAX, "x_row_stride", "below 2^31 with PMO_GROUPED_FEW_ROWS");
+  PMO_REQUIRE(is_id_kind(p.sizes_kind), "sizes_kind", "PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64");
+  PMO_REQUIRE(is_id_array(p.sizes, p.sizes_kind, p.num_experts), "sizes", "an aligned array of ids");
+  PMO_REQUIRE(p.offsets == nullptr || (is_id_kind(p.offsets_kind) && is_id_array(p.offsets, p.offsets_kind, p.num_experts)),
+              "offsets", "NULL or an aligned array of ids");
+  return PMO_OK;
+}
+
 }  // namespace
 
 int check_grouped_product(const pmo_grouped_product_params& p) {
   PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_grouped_product_params of this library");
   PMO_REQUIRE(p.result >= PMO_GROUPED_PLAIN && p.result <= PMO_GROUPED_GRADIENT, "result", "one of pmo_grouped_result");
-  PMO_REQUIRE(p.tile_rows == PMO_GROUPED_TILE_ROWS || p.tile_rows == PMO_GROUPED_TURNED_ROWS, "tile_rows",
-              "PMO_GROUPED_TILE_ROWS or PMO_GROUPED_TURNED_ROWS");
-  PMO_REQUIRE(p.tile_rows == PMO_GROUPED_TURNED_ROWS || p.result == PMO_GROUPED_PLAIN, "tile_rows",
-              "PMO_GROUPED_TURNED_ROWS unless the result is plain");
-  PMO_REQUIRE(p.tile_rows == PMO_GROUPED_TURNED_ROWS || p.tile_columns == PMO_GROUPED_TILE_COLUMNS ||
+  const bool has_few_rows = p.tile_rows == PMO_GROUPED_FEW_ROWS;
+  PMO_REQUIRE(p.tile_rows == PMO_GROUPED_TILE_ROWS || p.tile_rows == PMO_GROUPED_TURNED_ROWS || has_few_rows, "tile_rows",
+              "PMO_GROUPED_TILE_ROWS, PMO_GROUPED_TURNED_ROWS or PMO_GROUPED_FEW_ROWS");
+  PMO_REQUIRE(p.tile_rows != PMO_GROUPED_TILE_ROWS || p.result == PMO_GROUPED_PLAIN, "tile_rows",
+              "PMO_GROUPED_TURNED_ROWS or PMO_GROUPED_FEW_ROWS unless the result is plain");
+  PMO_REQUIRE(!has_few_rows || p.result != PMO_GROUPED_GRADIENT, "tile_rows", "PMO_GROUPED_TURNED_ROWS for a gradient");
+  PMO_REQUIRE(p.tile_rows != PMO_GROUPED_TILE_ROWS || p.tile_columns == PMO_GROUPED_TILE_COLUMNS ||
                   p.tile_columns == PMO_GROUPED_WIDE_COLUMNS,
               "tile_columns", "PMO_GROUPED_TILE_COLUMNS or PMO_GROUPED_WIDE_COLUMNS");
   PMO_REQUIRE(is_grouped_dtype(p.dtype), "dtype", "PMO_FLOAT16 or PMO_BFLOAT16");
@@ -52,11 +69,15 @@ int check_grouped_product(const pmo_grouped_product_params& p) {
   PMO_REQUIRE(is_16_bytes(p.out), "out", "an array at a multiple of 16 bytes");
   PMO_REQUIRE(p.hidden == nullptr ? p.result != PMO_GROUPED_GRADIENT : is_16_bytes(p.hidden), "hidden",
               "an array at a multiple of 16 bytes");
-  PMO_REQUIRE_ARRAY(p.first, p.num_experts, "first");
-  PMO_REQUIRE_ARRAY(p.stop, p.num_experts, "stop");
-  PMO_REQUIRE_ARRAY(p.tiles, p.num_experts + 1, "tiles");
-  PMO_REQUIRE_ARRAY(p.window, 2, "window");
-  if (p.tile_rows == PMO_GROUPED_TURNED_ROWS) PMO_REQUIRE_ARRAY(p.counters, 2, "counters");
+  if (has_few_rows) {
+    if (const int status = check_few_rows(p)) return status;
+  } else {
+    PMO_REQUIRE_ARRAY(p.first, p.num_experts, "first");
+    PMO_REQUIRE_ARRAY(p.stop, p.num_experts, "stop");
+    PMO_REQUIRE_ARRAY(p.tiles, p.num_experts + 1, "tiles");
+    PMO_REQUIRE_ARRAY(p.window, 2, "window");
+    if (p.tile_rows == PMO_GROUPED_TURNED_ROWS) PMO_REQUIRE_ARRAY(p.counters, 2, "counters");
+  }
   if (p.gathers == 0) return PMO_OK;
   PMO_REQUIRE(p.result != PMO_GROUPED_PLAIN, "gathers", "0 for a plain result");
   return check_gathered(p.num_sources, p.x_row_stride, "x_row_stride", p.row_to_token, p.num_rows);

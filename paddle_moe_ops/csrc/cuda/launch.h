@@ -115,26 +115,31 @@ class SharedMemoryLimit : KernelAttribute<cudaFuncAttributeMaxDynamicSharedMemor
   }
 };
 
-// Launch configuration. In a cooperative launch all CTAs are resident and may synchronise.
+// Launch configuration. In a cooperative launch all CTAs are resident and may synchronise. A kernel that `overlaps` may start before
+// the previous one ends (cuda/ptx/dependent_launch.cuh).
 struct Grid {
   dim3 blocks, threads;
   size_t shared_bytes = 0;
-  bool cooperative = false;
+  bool cooperative = false, overlaps = false;
 };
 
 // Launches, and returns the error of this launch alone. With <<<>>> it would be mixed with errors that other code left.
 template <typename... Parameters, typename... Arguments>
 cudaError_t try_launch(void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream, Arguments&&... arguments) {
   cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = 1;
+  attribute.id = grid.cooperative ? cudaLaunchAttributeCooperative : cudaLaunchAttributeProgrammaticStreamSerialization;
+  if (grid.cooperative) {
+    attribute.val.cooperative = 1;
+  } else {
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = grid.blocks;
   config.blockDim = grid.threads;
   config.dynamicSmemBytes = grid.shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = grid.cooperative ? 1 : 0;
+  config.numAttrs = grid.cooperative || grid.overlaps ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
 }
 

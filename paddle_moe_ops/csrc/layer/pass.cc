@@ -68,7 +68,7 @@ int Pass::permute(const Rows& tokens, int64_t first_row, int64_t end_row, const 
   return kernels_.permute(&m, stream_);
 }
 
-int Pass::unpermute(const Columns& columns, void* out) {
+int Pass::unpermute(const Columns& columns, void* out, bool overlaps) {
   pmo_unpermute_params u = {};
   u.struct_size = sizeof u;
   u.num_tokens = f_.num_tokens;
@@ -81,6 +81,7 @@ int Pass::unpermute(const Columns& columns, void* out) {
   u.out = at(out, columns.first);
   u.out_row_stride = f_.hidden;
   u.dtype = f_.dtype;
+  u.overlaps = overlaps;
   return kernels_.unpermute(&u, stream_);
 }
 

@@ -90,8 +90,8 @@ class Pass {
   pmo_permute_params permutation(int64_t first_row, int64_t end_row) const;
   // Permutes a chunk of the rows of tokens into the buffer.
   int permute(const Rows& tokens, int64_t first_row, int64_t end_row, const Columns& columns, Rows* rows);
-  // Columns of `out` [T, d] = sums of each token's rows in the buffer.
-  int unpermute(const Columns& columns, void* out);
+  // Columns of `out` [T, d] = sums of each token's rows in the buffer. `overlaps`: with the launch before it, which made them.
+  int unpermute(const Columns& columns, void* out, bool overlaps = false);
   // Zeroes H in rows of no expert.
   int clear_hidden();
   // Room for the dot products of the gradient of the weights, or null if it is not needed; and that gradient.

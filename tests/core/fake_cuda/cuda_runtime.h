@@ -39,7 +39,7 @@ enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
-enum cudaLaunchAttributeID { cudaLaunchAttributeCooperative };
+enum cudaLaunchAttributeID { cudaLaunchAttributeCooperative, cudaLaunchAttributeProgrammaticStreamSerialization };
 
 using cudaStream_t = void*;
 
@@ -51,7 +51,7 @@ struct dim3 {
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {
-    int cooperative;
+    int cooperative, programmaticStreamSerializationAllowed;
   } val;
 };
 

@@ -19,6 +19,7 @@ from .grouped_rows import Tables
 
 __all__ = [
     "AMAX_MIN",
+    "FEW_ROWS",
     "GROUP",
     "PING_PONG",
     "SWAP_AB",
@@ -37,7 +38,7 @@ __all__ = [
     "schedule",
 ]
 
-SWAP_AB, PING_PONG = 160, 128  # tile rows
+SWAP_AB, PING_PONG, FEW_ROWS = 160, 128, 64  # tile rows
 TILE_COLUMNS, WIDE_COLUMNS = 128, 192  # of the ping-pong kernel
 GROUP = 128  # columns that share a scale
 AMAX_MIN = 2.0**-100
@@ -81,7 +82,8 @@ class ProductParams(Params):
         (Bytes, "out hidden"),
         (Int32s, "counters"),
         (Floats, "d_weights"),
-        (Int, "dtype result transpose tile_rows gathers tile_columns"),
+        (Int, "dtype result transpose tile_rows gathers tile_columns sizes_kind offsets_kind overlaps"),
+        (Bytes, "sizes offsets"),
     )
 
 

@@ -30,7 +30,7 @@ class UnpermuteParams(Params):
         (Int32s, "weight_index"),
         (Bytes, "out"),
         (Size, "out_row_stride"),
-        (Int, "dtype copy_single_row num_threads"),
+        (Int, "dtype copy_single_row num_threads overlaps"),
     )
 
 

@@ -14,9 +14,8 @@
 //   product act . d_act is summed lane by lane, then across the warp by halves.
 #include "common/checks.h"
 #include "common/grouped_layout.h"
-#include "common/ids.h"
+#include "cuda/gemm/expert_ranges.cuh"
 #include "cuda/vectors.cuh"
-#include "cuda/warp.cuh"
 #include "pmo/grouped.h"
 #include "pmo/grouped_rows.h"
 
@@ -27,33 +26,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 
-// Exclusive prefix and total of a block-wide scan of non-negative values.
-struct Scanned {
-  int64_t before, all;
-};
-
-// Block-wide scan; all threads call it. `of_warps` is kWarps values in shared memory.
-template <typename Operation>
-__device__ Scanned scan(int64_t value, int64_t* of_warps, Operation operation) {
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  for (int step = 1; step < kWarpSize; step *= 2) {
-    const int64_t other = __shfl_up_sync(kAllLanes, value, step);
-    if (lane >= step) value = operation(value, other);
-  }
-  if (lane == kWarpSize - 1) of_warps[warp] = value;
-  __syncthreads();
-  const int64_t neighbour = __shfl_up_sync(kAllLanes, value, 1);
-  Scanned result = {lane == 0 ? 0 : neighbour, 0};
-  int64_t warps_before = 0;
-  for (int i = 0; i < kWarps; ++i) {
-    if (i == warp) warps_before = result.all;
-    result.all = operation(result.all, of_warps[i]);
-  }
-  result.before = operation(result.before, warps_before);
-  __syncthreads();  // before of_warps is overwritten
-  return result;
-}
-
 __global__ void __launch_bounds__(kThreads) grouped_tables(pmo_grouped_tables_params p) {
   __shared__ int64_t of_warps[kWarps];
   const int64_t tile_rows = blockIdx.x == 0 ? p.tile_rows : p.other_tile_rows;
@@ -61,32 +33,13 @@ __global__ void __launch_bounds__(kThreads) grouped_tables(pmo_grouped_tables_pa
   int32_t* const first_rows = p.tables + blockIdx.x * layout.size();
   int32_t *const stop = first_rows + layout.stop(), *const tile_starts = first_rows + layout.tiles();
   int32_t* const window = first_rows + layout.window();
-  const auto sum = [](int64_t a, int64_t b) { return a + b; };
-  const auto larger = [](int64_t a, int64_t b) { return a > b ? a : b; };
-  const auto limited = [&](int64_t number) { return min(max(number, int64_t{0}), p.num_rows); };
-  int64_t rows_before = 0, end_before = 0, tiles_before = 0;
-  for (int64_t chunk = 0; chunk < p.num_experts; chunk += kThreads) {
-    const int64_t expert = chunk + threadIdx.x;
-    const bool is_expert = expert < p.num_experts;
-    const int64_t size = is_expert ? limited(id_at(p.sizes, p.sizes_kind, expert)) : 0;
-    const Scanned rows = scan(size, of_warps, sum);
-    int64_t begin = limited(rows_before + rows.before);
-    if (p.offsets != nullptr) begin = is_expert ? limited(id_at(p.offsets, p.offsets_kind, expert)) : 0;
-    const int64_t own_end = is_expert ? limited(begin + size) : 0;
-    const Scanned ends = scan(own_end, of_warps, larger);
-    const int64_t earlier = larger(ends.before, end_before), end = larger(own_end, earlier), first = larger(begin, earlier);
-    const int64_t count = is_expert ? divide_up(end - first, tile_rows) : 0;
-    const Scanned tiles = scan(count, of_warps, sum);
-    if (is_expert) {
-      first_rows[expert] = static_cast<int32_t>(first);
-      stop[expert] = static_cast<int32_t>(end);
-      tile_starts[expert] = static_cast<int32_t>(tiles_before + tiles.before);
-    }
-    rows_before += rows.all;
-    end_before = larger(end_before, ends.all);
-    tiles_before += tiles.all;
-  }
-  if (threadIdx.x == 0) tile_starts[p.num_experts] = static_cast<int32_t>(tiles_before);
+  const auto store = [&](int expert, int32_t first, int32_t end, int32_t tiles) {
+    first_rows[expert] = first;
+    stop[expert] = end;
+    tile_starts[expert] = tiles;
+  };
+  const int32_t tiles_of_all = expert_ranges(p, tile_rows, of_warps, store);
+  if (threadIdx.x == 0) tile_starts[p.num_experts] = tiles_of_all;
   __syncthreads();  // the tables are read below
   for (int64_t row_chunk = 0; row_chunk < p.num_chunks; ++row_chunk) {
     int64_t begun = 0;
@@ -97,13 +50,13 @@ __global__ void __launch_bounds__(kThreads) grouped_tables(pmo_grouped_tables_pa
         const int64_t rows = max(row_chunk * p.chunk_rows - first_rows[expert], int64_t{0});
         of_expert = min(divide_up(rows, tile_rows), int64_t{tile_starts[expert + 1] - tile_starts[expert]});
       }
-      begun += scan(of_expert, of_warps, sum).all;
+      begun += scan(of_expert, of_warps, Sum()).all;
     }
     if (threadIdx.x == 0) window[row_chunk] = static_cast<int32_t>(begun);
   }
   if (threadIdx.x != 0) return;
   int32_t* const rest = window + p.num_chunks;
-  rest[0] = rest[2] = static_cast<int32_t>(tiles_before);
+  rest[0] = rest[2] = tiles_of_all;
   rest[1] = rest[3] = rest[4] = 0;
 }
 

@@ -26,6 +26,7 @@
 
 #include "common/checks.h"
 #include "cuda/gemm/epilogue.cuh"
+#include "cuda/gemm/few_rows.h"
 #include "cuda/gemm/swap_ab.h"
 #include "cuda/gemm/tensor_map.h"
 
@@ -201,6 +202,7 @@ int grouped_gemm(const pmo_grouped_product_params& p, cudaStream_t stream) {
   if (const int status = check_grouped_product(p)) return status;
   if (p.num_rows == 0 || p.width == 0) return PMO_OK;
   if (p.tile_rows == PMO_GROUPED_TURNED_ROWS) return swap_ab_gemm(p, stream);
+  if (p.tile_rows == PMO_GROUPED_FEW_ROWS) return few_rows_gemm(p, stream);
   const bool is_wide = p.tile_columns == kWideTileColumns;
   GroupedGemmParams a = gemm_params_of(p, is_wide ? kWideTileColumns : kTileColumns);
   const bool is_bfloat16 = p.dtype == PMO_BFLOAT16;

@@ -22,6 +22,7 @@
 #include "common/dtypes.h"
 #include "cuda/moe/tile_list.cuh"
 #include "cuda/moe/warp_rows.cuh"
+#include "cuda/ptx/dependent_launch.cuh"
 #include "cuda/vectors.cuh"
 #include "cuda/warp.cuh"
 #include "pmo/permute.h"
@@ -47,6 +48,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, kWeighted ? 4 : 3)
   using Access = Vector<kWidth * sizeof(Element)>;
   constexpr int kWindow = 8;
   __shared__ TileList list;
+  wait_for_previous_kernel();
   const bool copies_single = !kWeighted || p.copy_single_row != 0;
   const int64_t vectors = p.hidden / kWidth;
   const int64_t vector = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -107,6 +109,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
     sum_rows_by_warps(const __grid_constant__ pmo_unpermute_params p) {
   using Element = typename Rows::Element;
   using Access = Vector<kWidth * sizeof(Element)>;
+  wait_for_previous_kernel();
   const int64_t token = (int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * blockDim.y + threadIdx.y;
   if (token >= p.num_tokens) return;
   const int64_t vector = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -182,14 +185,16 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
   using Access = Vector<kWidth * sizeof(Element)>;
   static_assert(kWindow <= kWarpSize, "a lane for each entry");
   const int64_t token = (int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * blockDim.y + threadIdx.y;
-  if (token >= p.num_tokens) return;
+  const bool is_token = token < p.num_tokens;
   const uint32_t lane = threadIdx.x % kWarpSize, vector = blockIdx.x * blockDim.x + threadIdx.x;
-  const int32_t row = lane < entries ? __ldg(p.token_rows + token * entries + lane) : -1;
+  const int32_t row = is_token && lane < entries ? __ldg(p.token_rows + token * entries + lane) : -1;
   const unsigned ends = __ballot_sync(kAllLanes, row == -1);
   const unsigned used = __ballot_sync(kAllLanes, row >= 0 && row < p.num_rows) & ((ends & -ends) - 1);
   const bool inside = vector < static_cast<uint32_t>(p.hidden / kWidth);
   const char* rows = static_cast<const char*>(p.rows) + vector * sizeof(Access);
   const unsigned here = inside ? used : 0;
+  wait_for_previous_kernel();  // the launch may overlap with the one that makes `rows`, but not with that of the maps
+  if (!is_token) return;
   Access accesses[kWindow];
 #pragma unroll
   for (int i = 0; i < kWindow; ++i) {
@@ -232,11 +237,12 @@ int launch_warps(const pmo_unpermute_params& p, cudaStream_t stream) {
   if constexpr (kWidth * sizeof(typename Rows::Element) == 16) {
     if (p.max_rows_per_token <= kWindow && stride <= UINT32_MAX && p.hidden <= INT32_MAX) {
       const auto entries = static_cast<uint32_t>(p.max_rows_per_token);
-      return launch("sum_window", sum_window<Rows, kWidth, kWindow>, {grid, block}, stream, p, entries,
+      return launch("sum_window", sum_window<Rows, kWidth, kWindow>, {grid, block, 0, false, p.overlaps != 0}, stream, p, entries,
                     static_cast<uint32_t>(stride));
     }
   }
-  return launch("sum_rows_by_warps", sum_rows_by_warps<Rows, kWidth, kWindow>, {grid, block}, stream, p);
+  return launch("sum_rows_by_warps", sum_rows_by_warps<Rows, kWidth, kWindow>, {grid, block, 0, false, p.overlaps != 0}, stream,
+                p);
 }
 
 template <typename Rows, int kWidth>
@@ -254,7 +260,7 @@ int launch_sum(const pmo_unpermute_params& p, cudaStream_t stream) {
   const auto threads = static_cast<unsigned>(round_up(divide_up(vectors, parts), kWarpSize));
   const dim3 grid(grid_for(vectors, threads), grid_for(p.num_tokens, kTileTokens, kMaxGridY));
   const auto kernel = p.weights == nullptr ? sum_rows_by_tiles<Rows, kWidth, false> : sum_rows_by_tiles<Rows, kWidth, true>;
-  return launch("sum_rows_by_tiles", kernel, {grid, threads}, stream, p);
+  return launch("sum_rows_by_tiles", kernel, {grid, threads, 0, false, p.overlaps != 0}, stream, p);
 }
 
 int unpermute(const pmo_unpermute_params& p, cudaStream_t stream) {

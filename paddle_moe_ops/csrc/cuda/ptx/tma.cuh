@@ -17,6 +17,11 @@ namespace cuda {
 
 #ifdef PMO_SM90A
 
+// Loads a tensor map, a kernel parameter, before its first use.
+__device__ inline void prefetch_tensor_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 __device__ inline void tma_load_2d(uint32_t target, const CUtensorMap* map, uint64_t* barrier, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(target),

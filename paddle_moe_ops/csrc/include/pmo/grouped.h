@@ -8,7 +8,7 @@
 //
 // Tiles of `tile_rows` rows are listed expert by expert: tiles[e] tiles precede those of expert e, tiles[E] is their number. A
 // launch computes tiles window[0] to window[1] - 1. Kernels read these tables on the device, so the host does not read the numbers
-// of rows.
+// of rows. The kernel for few rows reads sizes and offsets instead of tables, as pmo_grouped_tables_params has them.
 #pragma once
 
 #include "pmo/base.h"
@@ -21,6 +21,8 @@ extern "C" {
 #define PMO_GROUPED_TILE_COLUMNS 128
 #define PMO_GROUPED_WIDE_COLUMNS 192
 #define PMO_GROUPED_TURNED_ROWS 160
+#define PMO_GROUPED_FEW_ROWS 64
+#define PMO_GROUPED_MAX_FEW_EXPERTS 512
 
 typedef enum pmo_grouped_result {
   PMO_GROUPED_PLAIN = 0,     // out [M, width] = weights[r] * Y
@@ -57,9 +59,17 @@ typedef struct pmo_grouped_product_params {
   int32_t dtype;
   int32_t result;
   int32_t transpose;
-  int32_t tile_rows;     // PMO_GROUPED_TURNED_ROWS: swap-AB kernel; PMO_GROUPED_TILE_ROWS: ping-pong kernel, PLAIN only
+  int32_t tile_rows;     // PMO_GROUPED_TURNED_ROWS: swap-AB kernel; PMO_GROUPED_TILE_ROWS: ping-pong kernel, PLAIN only;
+                         // PMO_GROUPED_FEW_ROWS: kernel for few rows, up to PMO_GROUPED_MAX_FEW_EXPERTS experts, all rows, no
+                         // `hidden`, not GRADIENT
   int32_t gathers;       // not 0: row r is x[row_to_token[r]], zeros if x has no such row; not with PLAIN
   int32_t tile_columns;  // of the ping-pong kernel: PMO_GROUPED_TILE_COLUMNS or PMO_GROUPED_WIDE_COLUMNS
+  // Of the kernel for few rows:
+  int32_t sizes_kind;
+  int32_t offsets_kind;
+  int32_t overlaps;     // not 0: the previous launch of the stream was one of this kernel, and made no other input than x
+  const void* sizes;    // [E]
+  const void* offsets;  // [E] or NULL
 } pmo_grouped_product_params;
 
 PMO_API int pmo_grouped_product_cuda(const pmo_grouped_product_params* params, void* stream);

@@ -17,6 +17,8 @@
 // A matrix of M rows and d columns exists one chunk at a time, in one buffer. Otherwise GEMMs gather token rows themselves. Each
 // element is the same sum either way, so the bits do not depend on the chunks.
 //
+// A forward pass that keeps no H and has few rows per expert runs the kernel for few rows, which needs no tile schedules.
+//
 // With float8 operands, Q quantises rows with one scale per 128 columns, and matrices with one per 128 x 128 elements:
 //
 //   rows of Q(X) -> H and Q(A)                          by row chunks; H in bfloat16 or as Q(H)
@@ -79,12 +81,12 @@ typedef struct pmo_layer_plan {
   int64_t num_chunks;     // number of row chunks; 0 if the GEMM gathers
   int64_t chunk_columns;  // of a column chunk
   int64_t buffer_bytes;   // of the chunk buffer
-  int64_t tables_size;    // int32 entries of the tile schedules
+  int64_t tables_size;    // int32 entries of the tile schedules; 0 with the kernel for few rows
   int64_t bytes;          // workspace of the pass: the buffer and all other temporary arrays
   int32_t gathers;        // whether the GEMM whose rows are tokens gathers them
   int32_t gathers_x;      // whether wgrad of W1 gathers them
   int32_t gathers_d_out;  // whether wgrad of W2 gathers them
-  int32_t sum_tile_rows;  // tile rows of the GEMM whose rows are summed
+  int32_t sum_tile_rows;  // tile rows of the GEMM whose rows are summed; PMO_GROUPED_FEW_ROWS: of both
 } pmo_layer_plan;
 
 // Needs no GPU.
