@@ -8,8 +8,9 @@ import inspect
 from typing import Any
 
 import paddle
-from paddle import Tensor
+from paddle import Tensor, _legacy_C_ops
 from paddle.distributed.communication.group import Group
+from paddle.distributed.fleet.utils.hybrid_parallel_util import obtain_optimizer_parameters_list
 
 from .. import _checks
 from ..backends.deferred import refuse_pending
@@ -28,8 +29,9 @@ class GradScaler(paddle.amp.GradScaler):
     alone skips the step and lowers its scale. Then other parameters differ between ranks, and so do the scales of
     gradients that `average_gradients` adds up. With this class all ranks skip the step, and have the same scale.
 
-    Every rank must call `unscale_`, `step`, `minimize` and `load_state_dict` alike. One all-reduce of three numbers for
-    each optimizer and step, for which the host waits. On a CPU it has no effect, as Paddle's class has none.
+    Gradients in ``main_grad`` are divided and checked, too, which Paddle's class leaves alone. Every rank must call
+    `unscale_`, `step`, `minimize` and `load_state_dict` alike. One all-reduce of three numbers for each optimizer and
+    step, for which the host waits. On a CPU it has no effect, as Paddle's class has none.
 
     Args:
         *arguments: those of `paddle.amp.GradScaler`.
@@ -82,8 +84,18 @@ class GradScaler(paddle.amp.GradScaler):
 
     def _unscale(self, optimizer: paddle.optimizer.Optimizer) -> None:  # called by Paddle's `step` and `minimize`
         refuse_pending(_NAME, getattr(optimizer, "_parameter_list", None) or ())
+        if not self.is_enable():
+            return
+        if getattr(optimizer, "comm_overlap", False):  # other ranks may add to a gradient that is divided here
+            _checks.bad_value(_NAME, "comm_overlap of the optimizer", "False with loss scaling", True)
         super()._unscale(optimizer)
-        if not self.is_enable() or self._group.nranks == 1:
+        parameters = obtain_optimizer_parameters_list(optimizer)
+        main = [each.main_grad for each in parameters if getattr(each, "main_grad", None) is not None]
+        if main:  # Paddle's method divides `grad` alone
+            found_inf = paddle.zeros_like(self._found_inf)
+            _legacy_C_ops.check_finite_and_unscale(main, self._scale, main, found_inf)
+            self._found_inf = paddle.logical_or(self._found_inf, found_inf)
+        if self._group.nranks == 1:
             return
         scale = self._scale.reshape([1])
         numbers = paddle.concat([self._found_inf.astype("float32"), scale, -scale])

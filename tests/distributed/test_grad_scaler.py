@@ -165,6 +165,33 @@ def test_without_infinity_training_is_that_without_scaling(custom_backend):
             np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
+def main_gradients() -> tuple[list[float], bool, str]:
+    """Largest main gradients after `unscale_`; whether a step with infinity on rank 1 moved; an error."""
+    model, optimizer = model_and_optimizer()
+    scaler, before = GradScaler(init_loss_scaling=SCALE), model.expert.weight.numpy()
+    for each in model.parameters():
+        each.main_grad = paddle.full(each.shape, 3 * SCALE)
+    if dist.get_rank() == 1:
+        model.expert.bias.main_grad = paddle.full([H], float("inf"))
+    scaler.unscale_(optimizer)
+    largest = [float(each.main_grad.max()) for each in model.shared.parameters()]
+    for each in model.parameters():
+        each.grad, each.main_grad = each.main_grad, None  # as Fleet's MixPrecisionOptimizer passes it on
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.comm_overlap = True
+    text = caught(partial(scaler.unscale_, optimizer))
+    return largest, not np.array_equal(before, model.expert.weight.numpy()), text
+
+
+def test_main_gradients_are_divided_and_infinity_in_one_skips_the_step_on_all(custom_backend):
+    expected = "comm_overlap of the optimizer must be False with loss scaling, but got True"
+    for largest, moved, text in run(main_gradients, 2, custom_backend):
+        assert largest == [3.0, 3.0]
+        assert not moved
+        assert text == f"ValueError: GradScaler: {expected}"
+
+
 def steps_of_one_rank() -> list[str]:
     """Errors of steps that rank 0 takes alone, with a scaler that is off and with one of its own group."""
     model, optimizer = model_and_optimizer()
