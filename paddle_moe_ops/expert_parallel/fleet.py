@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 import paddle
 from paddle import Tensor, nn
@@ -13,19 +14,20 @@ from paddle.distributed import fleet
 from paddle.distributed.communication.group import Group
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding_optimizer import (
     DygraphShardingOptimizer,
-    DygraphShardingOptimizerV2,
 )
-from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.hybrid_parallel_optimizer import HybridParallelOptimizer
+from paddle.distributed.fleet.utils.sequence_parallel_utils import is_sequence_parallel_parameter
 from paddle.incubate.distributed.models.moe import ClipGradForMOEByGlobalNorm
 
 from .. import _checks
-from ..backends.deferred import refuse_pending
-from .parameters import expert_group_of, fleet_guard_lifted, gradient_of, is_expert_parameter, sharding_color
-from .training import ClipGradByGlobalNorm, rounded_once
+from .agreement import raising_together
+from .fleet_optimizers import FleetClip, FleetOptimizer, Place, Sharding
+from .parameters import expert_group_of, fleet_guard_lifted, sharding_color
 
 __all__ = ["distributed_optimizer"]
 
 _NAME = "distributed_optimizer"
+_AXES = {"data": "data parallel", "sharding": "sharding", "sep": "sep parallel", "model": "model parallel"}
+_OVERLAPS = "dp_comm_overlap", "sharding_comm_overlap"
 
 
 def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
@@ -38,14 +40,16 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
     that the strategy needs. All copies of experts start with the values of the first. ``step()`` does not synchronise
     with the host. All ranks create the optimizer at the same time.
 
-    These topologies of ``fleet.init`` work, with all other degrees 1; the named group shares the experts:
+    The experts may be shared by the ranks of Fleet's data parallel, sharding, sep parallel or model parallel group, or
+    of several of these axes together. With ``ep_degree`` they are shared by the expert parallel group. Ranks of the
+    other axes have copies, and stages of a pipeline have experts of their own. The model is that of
+    ``fleet.distributed_model``. If model parallel ranks share the experts, they have tokens of their own (sequence
+    parallelism), and ``mark_as_sequence_parallel_parameter`` marks the router. If experts have the attribute
+    ``is_distributed``, each model parallel rank has a part of each expert.
 
-    * ``dp_degree``: the data parallel group, with the model from ``fleet.distributed_model``;
-    * ``sharding_degree``, with or without ``dp_degree``: the sharding group;
-    * ``sharding_degree = moe_sharding_degree * ep_degree``: the expert parallel group.
-
-    Sharding is stage 1: ``DygraphShardingOptimizer``, without ``tensor_fusion`` and ``comm_overlap``, or with
-    ``split_param`` ``DygraphShardingOptimizerV2``, without ``dp_degree`` and for parameters with ``main_grad``.
+    Sharding is stage 1: ``DygraphShardingOptimizer`` without ``comm_overlap``, or with ``split_param``
+    ``DygraphShardingOptimizerV2`` for parameters with ``main_grad``, without ``free_grads_in_comm``.
+    ``tensor_fusion``, ``dp_comm_overlap``, ``sharding_comm_overlap``, ``cp_degree`` and ``heter_ccl_mode`` are refused.
 
     Args:
         optimizer: one of `paddle.optimizer`, with a list of parameters, or Fleet's ``MixPrecisionOptimizer`` of one.
@@ -58,7 +62,8 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
     Raises:
         TypeError: the optimizer has no list of parameters.
         ValueError: Fleet was not started, or its topology or strategy is not one of these; experts are shared by ranks
-            of several groups, or by other ranks than the topology's.
+            of several groups, or by other ranks than the topology's; the marks of sequence parallelism are missing.
+        RuntimeError: another stage of the pipeline raised.
 
     Examples:
         >>> import paddle
@@ -80,177 +85,168 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
     experts = [each for each in parameters if expert_group_of(each) is not None]
     if getattr(fleet.fleet, "_hcg" if experts else "_role_maker", None) is None:
         _checks.bad_value(_NAME, "Fleet", "started by fleet.init", "none")
-    if not experts:
+    place = _agreed_place(experts, parameters, strategy)
+    if place is None:
         return fleet.distributed_optimizer(optimizer, strategy)
-    place, innermost = _place_of(experts, strategy), optimizer
+    innermost = optimizer
     while "_inner_opt" in vars(innermost):  # of mix_precision_utils.MixPrecisionOptimizer
         innermost = innermost._inner_opt
-    innermost._grad_clip = _clip(innermost._grad_clip, place)
+    if isinstance(innermost._grad_clip, (nn.ClipGradByGlobalNorm, ClipGradForMOEByGlobalNorm)):
+        innermost._grad_clip = FleetClip(innermost._grad_clip.clip_norm, _counted(parameters, place))
     if place.splits_parameters:
-        if not all(hasattr(each, "main_grad") for each in parameters):
-            expected = (
-                "ones with main_grad with split_param, as Fleet's MixPrecisionLayer makes them: clear_grad() parts"
-            )
-            _checks.bad_value(_NAME, "parameters", f"{expected} other gradients from Fleet's buffers", "ones without")
         for each in experts:
             each.color = sharding_color(place.copies)
     with paddle.no_grad(), fleet_guard_lifted():
-        for group in (place.copies, *place.replicas):
-            for each in experts if group.nranks > 1 else ():
-                paddle.distributed.broadcast(each, src=group.ranks[0], group=group)
+        for each in experts:
+            groups = place.copies, *place.replicas, *(() if each.is_distributed else place.mirrors)
+            for group in groups:
+                if group.nranks > 1:
+                    paddle.distributed.broadcast(each, src=group.ranks[0], group=group)
         made = fleet.distributed_optimizer(optimizer, strategy)
-    made.__class__ = _Optimizer
-    made._experts, made._share = experts, 1.0 / place.group.nranks
-    if isinstance(made._inner_opt, DygraphShardingOptimizer):
-        made._inner_opt.__class__ = _Sharding
-        made._inner_opt.keep_apart(experts, place.copies, made._share)
+    made.__class__ = FleetOptimizer
+    made.keep_apart(experts, place)
+    if experts and isinstance(made._inner_opt, DygraphShardingOptimizer):
+        made._inner_opt.__class__ = Sharding
+        made._inner_opt.keep_apart(experts, place)
     return made
 
 
-class _Place(NamedTuple):
-    """The groups of the experts in Fleet's topology.
-
-    Attributes:
-        group: the ranks that share them.
-        copies: within the sharding group, the ranks that have copies of this rank's.
-        replicas: the data parallel group, if its ranks have copies, too.
-        is_sharded: whether there is a sharding group.
-        splits_parameters: whether sharding divides each parameter.
-    """
-
-    group: Group
-    copies: Group
-    replicas: tuple[Group, ...]
-    is_sharded: bool
-    splits_parameters: bool
+def _agreed_place(experts: Sequence[Tensor], parameters: Sequence[Tensor], strategy: Any) -> Place | None:
+    """Return the place of the experts, or None if no stage of the pipeline has any; raises on all stages alike."""
+    hcg = getattr(fleet.fleet, "_hcg", None)
+    if hcg is None or hcg.get_pipe_parallel_world_size() == 1:
+        return _place_of(experts, parameters, strategy) if experts else None
+    stages = hcg.get_pipe_parallel_group()
+    count = paddle.to_tensor([len(experts)], dtype="int32")
+    paddle.distributed.all_reduce(count, op=paddle.distributed.ReduceOp.MAX, group=stages)
+    if not count.item():
+        return None
+    with raising_together(_NAME, stages):
+        return _place_of(experts, parameters, strategy)
 
 
-def _place_of(experts: Sequence[Tensor], strategy: Any) -> _Place:
-    """Return the place of the experts; raises for an unsupported topology or strategy of Fleet."""
+def _place_of(experts: Sequence[Tensor], parameters: Sequence[Tensor], strategy: Any) -> Place:
+    """Return the place of this rank's experts; raises for an unsupported topology or strategy of Fleet."""
     environment, hcg = fleet.fleet, fleet.fleet._hcg
     groups = {id(group): group for group in map(expert_group_of, experts) if group is not None}
-    group = next(iter(groups.values()))
     if len(groups) > 1:
         given = ", ".join(str(each.ranks) for each in groups.values())
         _checks.bad_value(_NAME, "experts", "shared by the ranks of one group", f"groups of ranks {given}")
     strategy = environment._user_defined_strategy if strategy is None else strategy
+    _check_strategy(strategy, parameters)
+    axes = _axes_of(next(iter(groups.values()), None), hcg)
+    _check_sequence_parallel(axes, experts, parameters)
+    alone = Group(0, -1, [paddle.distributed.get_rank()], name="expert_parallel_alone")
+    has_copies = alone
+    if hasattr(hcg, "get_expert_parallel_group"):
+        has_copies = hcg.get_moe_sharding_parallel_group()
+    elif "sharding" not in axes:
+        has_copies = hcg.get_sharding_parallel_group()
+    others = {"data": hcg.get_data_parallel_group(), "model": hcg.get_model_parallel_group()}
+    if hcg.get_sep_parallel_world_size() > 1:
+        others["sep"] = hcg.get_sep_parallel_group()
+    apart = {axis: each for axis, each in others.items() if axis not in axes and each.nranks > 1}
+    return Place(
+        copies=has_copies if has_copies.nranks > 1 else alone,
+        replicas=tuple(apart[axis] for axis in ("data", "sep") if axis in apart),
+        mirrors=tuple(apart[axis] for axis in ("model",) if axis in apart),
+        share=1.0 / (hcg.get_data_parallel_world_size() * hcg.get_sharding_parallel_world_size()),
+        splits_parameters=_splits_parameters(strategy),
+    )
+
+
+def _splits_parameters(strategy: Any) -> bool:
+    is_sharded = fleet.fleet._hcg.get_sharding_parallel_world_size() > 1
+    return is_sharded and bool(strategy.hybrid_configs["sharding_configs"].split_param)
+
+
+def _check_strategy(strategy: Any, parameters: Sequence[Tensor]) -> None:
+    """Check the options of Fleet's strategy that would mix experts, or lose gradients."""
     if strategy.heter_ccl_mode:
         _checks.bad_value(_NAME, "heter_ccl_mode", "False for experts on several ranks", True)
     configs = strategy.hybrid_configs
-    for name in ("mp_degree", "pp_degree", "sep_degree"):
-        if configs[name] > 1:
-            _checks.bad_value(_NAME, name, "1 for experts on several ranks", configs[name])
-    alone, data = hcg.get_model_parallel_group(), hcg.get_data_parallel_group()
+    if configs["cp_degree"] > 1:
+        _checks.bad_value(_NAME, "cp_degree", "1 for experts on several ranks", configs["cp_degree"])
+    for name in _OVERLAPS:
+        if getattr(configs["pp_configs"], name):
+            _checks.bad_value(_NAME, name, "False for experts on several ranks", True)
     sharding = configs["sharding_configs"]
-    if hcg.get_sharding_parallel_world_size() == 1:
-        _check_ranks(group, data, "data parallel")
-        return _Place(group, alone, (), False, False)
-    if sharding.split_param and data.nranks > 1:
-        _checks.bad_value(_NAME, "dp_degree", "1 with split_param", data.nranks)
-    for name in ("tensor_fusion", "comm_overlap"):
-        if getattr(sharding, name) and not sharding.split_param:
-            _checks.bad_value(_NAME, name, "False without split_param", True)
-    copies = hcg.get_moe_sharding_parallel_group() if hasattr(hcg, "get_expert_parallel_group") else alone
-    if copies is alone:
-        _check_ranks(group, hcg.get_sharding_parallel_group(), "sharding")
-    else:
-        _check_ranks(group, hcg.get_expert_parallel_group(), "expert parallel")
-    return _Place(group, copies, (data,), True, bool(sharding.split_param))
+    if fleet.fleet._hcg.get_sharding_parallel_world_size() == 1:
+        return
+    if sharding.tensor_fusion:
+        _checks.bad_value(_NAME, "tensor_fusion", "False for experts on several ranks", True)
+    if sharding.comm_overlap and not sharding.split_param:
+        _checks.bad_value(_NAME, "comm_overlap", "False without split_param", True)
+    if not sharding.split_param:
+        return
+    if sharding.free_grads_in_comm:  # leaves no buffer to scale
+        _checks.bad_value(_NAME, "free_grads_in_comm", "False for experts on several ranks", True)
+    if configs["pp_configs"].delay_scale_loss:  # replaces gradients by others than those in Fleet's buffers
+        _checks.bad_value(_NAME, "delay_scale_loss", "False with split_param", True)
+    if not all(hasattr(each, "main_grad") for each in parameters):
+        expected = "ones with main_grad with split_param, as Fleet's MixPrecisionLayer makes them: clear_grad() parts"
+        _checks.bad_value(_NAME, "parameters", f"{expected} other gradients from Fleet's buffers", "ones without")
 
 
-def _check_ranks(group: Group, expected: Group, name: str) -> None:
-    if sorted(group.ranks) != sorted(expected.ranks):
-        text = f"shared by Fleet's {name} group, ranks {expected.ranks}"
-        _checks.bad_value(_NAME, "experts", text, f"by ranks {group.ranks}")
+def _axes_of(group: Group | None, hcg: Any) -> frozenset[str]:
+    """Return the axes of Fleet's topology that the group of the experts spans; none for a stage without experts."""
+    has_expert_axis = hasattr(hcg, "get_expert_parallel_group")
+    if group is None:
+        return frozenset()
+    if has_expert_axis:
+        expected = hcg.get_expert_parallel_group()
+        if sorted(group.ranks) != sorted(expected.ranks):
+            _raise_for_ranks(group, f"Fleet's expert parallel group, ranks {expected.ranks}")
+        return frozenset(("sharding", "model"))
+    topology = hcg.topology()
+    places = [topology.get_coord(rank)._asdict() for rank in group.ranks]
+    axes = frozenset(axis for axis in places[0] if len({each[axis] for each in places}) > 1)
+    if axes <= _AXES.keys() and math.prod(map(topology.get_dim, axes)) == group.nranks:
+        return axes
+    found = {axis: topology.get_comm_list(axis) for axis in _AXES if topology.get_dim(axis) > 1}
+    this = paddle.distributed.get_rank()
+    groups = [f"{_AXES[axis]} group, ranks {ranks}" for axis, each in found.items() for ranks in each if this in ranks]
+    _raise_for_ranks(group, f"Fleet's {' or '.join(groups)}")
 
 
-def _clip(clip: Any, place: _Place) -> Any:
-    """Convert gradient clipping to clipping by the norm over all ranks and their different experts."""
-    if place.is_sharded:  # Fleet adds up the squares of the gradients that each rank updates
-        return nn.ClipGradByGlobalNorm(clip.clip_norm) if isinstance(clip, ClipGradForMOEByGlobalNorm) else clip
-    if isinstance(clip, (nn.ClipGradByGlobalNorm, ClipGradForMOEByGlobalNorm)):
-        return ClipGradByGlobalNorm(clip.clip_norm)
-    return clip
+def _raise_for_ranks(group: Group, expected: str) -> NoReturn:
+    _checks.bad_value(_NAME, "experts", f"shared by {expected}", f"by ranks {group.ranks}")
 
 
-class _Optimizer(HybridParallelOptimizer):
-    """Fleet's optimizer, which also divides the gradients of experts by the number of ranks that contribute tokens."""
+def _check_sequence_parallel(axes: frozenset[str], experts: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+    """Check the marks that say whether the ranks of the model parallel group have tokens of their own."""
+    if not experts or fleet.fleet._hcg.get_model_parallel_world_size() == 1:
+        return
+    names = {each.name for each in experts}
+    is_in_parts = any(is_sequence_parallel_parameter(each) for each in parameters if each.name not in names)
+    for each in experts:
+        mark = getattr(each, "sequence_parallel", None)
+        is_divided = "model" in axes or each.is_distributed
+        if is_divided and mark:  # a hook would add up different experts
+            expected = "unmarked if model parallel ranks share or split the experts"
+            _checks.bad_value(_NAME, "sequence_parallel of experts", expected, mark)
+        if not is_divided and is_in_parts and mark is None:
+            expected = "set on the experts as on their router, True for tokens of one rank or False for tokens of all"
+            _checks.bad_value(_NAME, "sequence_parallel", expected, f"no such attribute of {each.name!r}")
+    if not is_in_parts and ("model" in axes or any(each.is_distributed for each in experts)):
+        expected = (
+            "set by mark_as_sequence_parallel_parameter on the router if model parallel ranks share or split experts"
+        )
+        _checks.bad_value(_NAME, "sequence_parallel", expected, "none of the parameters marked")
 
-    _experts: Sequence[Tensor]
-    _share: float
 
-    def _hybrid_sync_grad(self, parameter_list: list[Tensor]) -> None:
-        refuse_pending("distributed_optimizer", parameter_list)
-        super()._hybrid_sync_grad(parameter_list)
-        if isinstance(self._inner_opt, _Sharding):
-            return  # `_Sharding.reduce_gradients` scales them
-        if isinstance(self._inner_opt, DygraphShardingOptimizerV2):
-            buffers = [each for each in self._inner_opt._comm_buffer_list if is_expert_parameter(each.params[0])]
-            gradients = [each.grad_storage for each in buffers]
-        else:
-            gradients = [gradient_of(each) for each in self._experts if not each.stop_gradient]
-        for gradient in gradients:
-            if gradient is not None:
-                with rounded_once(gradient) as quotient:
-                    quotient.scale_(self._share)
+def _counted(parameters: Sequence[Tensor], place: Place) -> frozenset[str]:
+    """Return the names of the parameters that this rank counts in the norm: no rank before it has the same part."""
+    hcg, this = fleet.fleet._hcg, paddle.distributed.get_rank()
+    is_first = all(group.ranks[0] == this for group in place.replicas)
+    is_first_of_mirrors = all(group.ranks[0] == this for group in place.mirrors)
+    is_first_of_data = hcg.get_data_parallel_rank() == hcg.get_sep_parallel_rank() == 0
+    is_first_of_model = hcg.get_model_parallel_rank() == 0
 
+    def is_counted(each: Tensor) -> bool:
+        if expert_group_of(each) is not None:
+            return is_first and (is_first_of_mirrors or each.is_distributed)
+        is_first_of_stages = getattr(each, "is_firstly_shared", True)
+        return is_first_of_data and (is_first_of_model or each.is_distributed) and is_first_of_stages
 
-class _Sharding(DygraphShardingOptimizer):
-    """Fleet's first sharding optimizer, which divides experts only between the ranks with copies of them."""
-
-    _owners: dict[str, int]  # by the name of a parameter of experts, the rank of the world that updates it
-    _copies: Group
-    _share: float
-    _parameter_list: list[Tensor]
-    _broadcast_order_params: list[Tensor] | None  # None: Fleet found no order
-
-    def keep_apart(self, experts: Sequence[Tensor], copies: Group, share: float) -> None:
-        """Divide the parameters between ranks again, experts separately.
-
-        Args:
-            experts: the parameters of experts.
-            copies: the ranks that have copies of this rank's.
-            share: factor of their gradients, 1 / number of ranks that share the experts.
-        """
-        whole, names = self._parameter_list, {each.name for each in experts}
-        self._copies, self._share = copies, share
-        self._owners = {each.name: copies.ranks[number % copies.nranks] for number, each in enumerate(experts)}
-        self._parameter_list = [each for each in whole if each.name not in names]
-        self._rank2params = self._partition_parameters()
-        self._parameter_list = whole
-        order = whole if self._broadcast_order_params is None else self._broadcast_order_params
-        self._broadcast_order_params = [each for each in order if each.name not in names]
-        this = paddle.distributed.get_rank()
-        self._rank2experts = [each for each in experts if self._owners[each.name] == this]
-        self._param2rank = self._map_param_to_rank()
-        for each in experts:
-            self._param2rank[each.name] = self._sharding_rank if self._owners[each.name] == this else -1
-        self._rank2params[self._sharding_rank] += self._rank2experts
-        for name in ("_parameter_list", "_param_groups"):
-            self._set_inner_opt_attr(name, self._rank2params[self._sharding_rank])
-
-    def reduce_gradients(self, parameter_list: list[Tensor], hcg: Any) -> None:
-        super().reduce_gradients([each for each in parameter_list if each.name not in self._owners], hcg)
-        for each in self._experts_of(parameter_list):
-            gradient = gradient_of(each)
-            if gradient is None and self._copies.nranks == 1:
-                continue
-            if gradient is None:  # this rank did not use the layer
-                attribute, dtype = ("main_grad", "float32") if hasattr(each, "main_grad") else ("grad", each.dtype)
-                setattr(each, attribute, paddle.zeros_like(each, dtype=dtype))
-                gradient = getattr(each, attribute)  # `grad` keeps a copy of the zeros
-            with rounded_once(gradient) as total:
-                total.scale_(self._share / self._copies.nranks)
-                if self._copies.nranks > 1:
-                    paddle.distributed.reduce(total, dst=self._owners[each.name], group=self._copies)
-
-    def _sharding_sync_parameters(self) -> None:
-        own = self._rank2params[self._sharding_rank]
-        self._rank2params[self._sharding_rank] = [each for each in own if each.name not in self._owners]
-        super()._sharding_sync_parameters()
-        self._rank2params[self._sharding_rank] = own
-        for each in self._experts_of(self._parameter_list) if self._copies.nranks > 1 else ():
-            paddle.distributed.broadcast(each, src=self._owners[each.name], group=self._copies)
-
-    def _experts_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        return [each for each in parameters if each.name in self._owners and not each.stop_gradient]
+    return frozenset(each.name for each in parameters if is_counted(each))

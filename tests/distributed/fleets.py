@@ -19,7 +19,7 @@ from paddle.distributed.fleet.base import topology
 
 from tests.distributed.processes import reserve_port
 
-_GUIDE = Path(__file__).resolve().parents[2] / "docs" / "expert_parallel_training.md"
+_GUIDE = Path(__file__).resolve().parents[2] / "docs" / "expert_parallel_fleet.md"
 _DEGREES = ("dp_degree", "sharding_degree", "mp_degree", "pp_degree", "sep_degree")
 _topologies: dict[Any, Any] = {}  # of this process, since groups take time to connect
 _stores: list[Any] = []  # a group on a GPU connects at its first exchange, to the store that rank 0 keeps

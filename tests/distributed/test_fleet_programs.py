@@ -11,11 +11,14 @@ import numpy as np
 import paddle
 import pytest
 from paddle.distributed.fleet.utils import mix_precision_utils
+from paddle.distributed.fleet.utils.sequence_parallel_utils import mark_as_sequence_parallel_parameter
 
-from paddle_moe_ops.expert_parallel import distributed_optimizer
+from paddle_moe_ops.expert_parallel import distributed_optimizer, mark_expert_parameters
+from paddle_moe_ops.nn import MoELayer
 
 from .fleets import start_fleet
-from .test_expert_parallel_layer import HIDDEN, Net, arrays
+from .test_expert_parallel_errors import caught
+from .test_expert_parallel_layer import HIDDEN, SIZES, Net, arrays
 from .test_fleet import (
     EXPERTS,
     FOUR,
@@ -99,3 +102,59 @@ def test_ranks_that_do_not_use_the_experts_move_them_as_their_copies_do(ranks, m
             assert np.abs(expected).max() > 1e-3
             np.testing.assert_allclose(half[name], expected / 2, rtol=1e-4, atol=1e-6)
             np.testing.assert_array_equal(half[name], of_half[rank % 2][name])
+
+
+def with_marks(router: bool, experts: bool | None, axis: str, splits: bool = False) -> str:
+    """The error of `distributed_optimizer` for experts in a grid with model parallelism."""
+    topology = start_fleet(mp_degree=2, dp_degree=2)
+    layer = MoELayer(*SIZES, num_shared_experts=0, group=getattr(topology, f"get_{axis}_parallel_group")())
+    if router:
+        mark_as_sequence_parallel_parameter(layer.router.weight)
+    for each in layer.experts.parameters():
+        each.is_distributed = splits
+        if experts is not None:
+            each.sequence_parallel = experts
+    return caught(lambda: distributed_optimizer(paddle.optimizer.SGD(parameters=layer.parameters())))
+
+
+ROUTER = "sequence_parallel must be set by mark_as_sequence_parallel_parameter on the router"
+UNMARKED = "sequence_parallel of experts must be unmarked if model parallel ranks share or split the experts"
+
+
+@pytest.mark.cpu_only
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"router": False, "experts": None, "axis": "model"}, ROUTER),
+        ({"router": False, "experts": None, "axis": "data", "splits": True}, ROUTER),
+        ({"router": True, "experts": True, "axis": "model"}, UNMARKED),
+        ({"router": True, "experts": True, "axis": "data", "splits": True}, UNMARKED),
+        ({"router": True, "experts": None, "axis": "data"}, "sequence_parallel must be set on the experts as on their"),
+        ({"router": True, "experts": False, "axis": "data"}, ""),
+        ({"router": True, "experts": None, "axis": "data", "splits": True}, ""),
+        ({"router": False, "experts": None, "axis": "data"}, ""),
+    ],
+)
+def test_marks_of_sequence_parallelism_that_would_give_wrong_gradients_are_refused(ranks, options, error):
+    for text in ranks(4, with_marks, **options):
+        assert text.startswith(f"ValueError: distributed_optimizer: {error}" if error else "nothing was raised")
+
+
+def with_strange_experts_in_the_last_stage() -> tuple[int, str]:
+    """The stage of this rank, and the error of `distributed_optimizer`."""
+    stage, layer = start_fleet(pp_degree=2, dp_degree=2).get_stage_id(), paddle.nn.Linear(2, 2)
+    if stage == 1:
+        mark_expert_parameters(layer, group=paddle.distributed.get_group(0))
+    return stage, caught(lambda: distributed_optimizer(paddle.optimizer.SGD(parameters=layer.parameters())))
+
+
+@pytest.mark.cpu_only
+@pytest.mark.slow
+def test_a_stage_with_strange_experts_raises_on_all_stages(ranks):
+    errors = (
+        "RuntimeError: distributed_optimizer: ranks [",
+        "ValueError: distributed_optimizer: experts must be shared by",
+    )
+    for stage, text in ranks(4, with_strange_experts_in_the_last_stage):
+        assert text.startswith(errors[stage])

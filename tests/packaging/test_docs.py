@@ -52,6 +52,7 @@ def test_no_code_is_written_in_a_way_that_no_test_runs():
         "integrations.md": {"py"},
         "integrations_measured.md": {"text"},
         "expert_parallel_training.md": {"py", "python"},
+        "expert_parallel_fleet.md": {"py"},
     }
     pages = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
     kinds = {
