@@ -41,6 +41,14 @@ class Residual(Block):
         return x + self.moe(nn.functional.layer_norm(x, HIDDEN))
 
 
+class Deferred(Residual):
+    """A block whose gradients of matrices Fleet's zero-bubble schedules compute later."""
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__(group)
+        self.moe = MoELayer(*SIZES, group=group, defer_dw="fleet")
+
+
 class Narrow(Block):
     """A block with experts in bfloat16."""
 
@@ -165,7 +173,14 @@ def turned(layer: nn.Linear, x: paddle.Tensor) -> paddle.Tensor:
     return x @ layer.weight.T
 
 
-KINDS = {"residual": Residual, "narrow": Narrow, "recomputed": Recomputed, "balanced": Balanced, "split": Split}
+KINDS = {
+    "residual": Residual,
+    "deferred": Deferred,
+    "narrow": Narrow,
+    "recomputed": Recomputed,
+    "balanced": Balanced,
+    "split": Split,
+}
 
 
 def parts(group: Any, kind: str = "plain", blocks: int = 2, model: Any = None) -> list[Any]:
@@ -179,7 +194,7 @@ def parts(group: Any, kind: str = "plain", blocks: int = 2, model: Any = None) -
         model: the ranks that divide columns.
     """
     made = [LayerDesc(KINDS.get(kind, Block), group, *[model] * (kind == "split")) for _ in range(blocks)]
-    if kind == "residual":
+    if kind in ("residual", "deferred"):
         return made
     first, last = (LayerDesc(nn.Linear, HIDDEN, HIDDEN) for _ in range(2))
     if kind == "balanced":

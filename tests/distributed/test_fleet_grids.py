@@ -93,6 +93,7 @@ ON_STUB = {
     "pp4 dp2, interleaved": Grid({"pp_degree": 4, "dp_degree": 2}, "data", **INTERLEAVED),
     "pp4 ep2, interleaved": Grid({"pp_degree": 4, **EXPERT}, "expert", **INTERLEAVED),
     "pp2 dp2, DualPipeV": Grid(PIPELINE["data"], "data", **DUAL_PIPE_V),
+    "pp2 dp2, DualPipeV, deferred": Grid(PIPELINE["data"], "data", **{**DUAL_PIPE_V, "kind": "deferred"}),
     "pp2 ep2, DualPipeV": Grid(PIPELINE["expert"], "expert", **DUAL_PIPE_V),
 }
 
