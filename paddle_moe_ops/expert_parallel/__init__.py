@@ -8,6 +8,7 @@ from .checkpoint import gather_state_dict, shard_state_dict
 from .dispatch import ExpertParallel
 from .fleet import distributed_optimizer
 from .loss_scaling import GradScaler
+from .moving import move_experts
 from .optimizers import gather_optimizer_state_dict, shard_optimizer_state_dict
 from .parameters import is_expert_parameter, mark_expert_parameters
 from .received import Received
@@ -24,6 +25,7 @@ __all__ = [
     "gather_state_dict",
     "is_expert_parameter",
     "mark_expert_parameters",
+    "move_experts",
     "shard_optimizer_state_dict",
     "shard_state_dict",
 ]

@@ -189,6 +189,10 @@ class LayerNumber:
     def __str__(self) -> str:
         return _number_text(self.layer, self.copy)
 
+    def needs_room(self, experts: int) -> None:
+        """Raise the maximum to a number of experts per rank; all ranks do it together."""
+        self._group_experts[self.layer] = max(self._group_experts[self.layer], experts)
+
     def of_copy(self) -> LayerNumber:
         """Return the number of a new copy of the layer."""
         self._copies[0] += 1

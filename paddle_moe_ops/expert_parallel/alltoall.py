@@ -27,6 +27,7 @@ from ..backends.base import Tensors
 from ..routing import Plan, planned
 from .agreement import CALL_WORDS, Kind, LayerCall, Step, backward_step
 from .peer import HEADER
+from .placement import BY_ROW, moved_rows
 from .transports import Transport, checked_timeout
 
 __all__ = [
@@ -55,7 +56,6 @@ _TRAVEL = {
     "transport": ("auto", "alltoall", "gloo", "peer", "deepep"),
 }
 _NOT_FINITE, _TOKENS, _ABOUT = CALL_WORDS, CALL_WORDS + 1, CALL_WORDS + 2  # columns; those of experts come last
-_BY_ROW = ("row_to_token", "row_to_slot", "row_to_expert")
 
 
 def check_travel(function: str, *, tokens_per_rank: Any, timeout: Any, **given: Any) -> tuple[int | None, float]:
@@ -99,9 +99,9 @@ def plan_of_ranks(ids: Tensor, num_ranks: int, experts_of_rank: int, capacity: i
     The plan has the maximal number of rows, so the host does not wait for the actual one.
 
     Args:
-        ids: int32 [T, K], experts of each token, -1 for none.
+        ids: int32 [T, K], slots of the experts of each token, see `placement`, -1 for none.
         num_ranks: P.
-        experts_of_rank: E / P.
+        experts_of_rank: the slots of a rank.
         capacity: the maximum of tokens per rank, or None.
     """
     num_tokens, topk = ids.shape
@@ -134,6 +134,8 @@ class Chunks(NamedTuple):
 
     def by_rank(self, rows: Tensor) -> Tensor:
         """Return the rows in the order in which they are sent; differentiable."""
+        if self.sizes.shape[0] == 0:  # this rank has no experts
+            return rows
         return resolve("sort_chunks", rows).sort_chunks(rows, None, self.sizes, self.to_ranks, Validation.OFF)[0]
 
 
@@ -158,10 +160,10 @@ def equal_parts(
     """Return S lines for each rank with the tokens for its experts.
 
     Args:
-        ids: int32 [T, K], experts of each token, -1 for none.
+        ids: int32 [T, K], slots of the experts of each token, -1 for none.
         probs: float32 [T, K].
         num_ranks: P.
-        experts_of_rank: E / P.
+        experts_of_rank: the slots of a rank.
         rows_of_rank: S.
         like: a tensor on the device of the maps.
     """
@@ -184,7 +186,7 @@ def _equal_parts_by_operators(
     of_lines = direct("rank_records", records, topk, rows_of_rank, 0, num_experts)[0]
     first = (paddle.arange(num_ranks, dtype="int32") * experts_of_rank).unsqueeze(-1)
     local = (of_lines.reshape([num_ranks, rows_of_rank * topk]) - first).reshape([num_rows, topk])
-    by_row = dict.fromkeys(_BY_ROW, row_to_token)
+    by_row = dict.fromkeys(BY_ROW, row_to_token)
     by_token = {"slot_to_row": token_rows, "token_rows": token_rows}
     by_expert = dict.fromkeys(("tokens_per_expert", "expert_offsets", "routed_per_expert"), routed)
     sizes_of_plan = {"num_tokens": ids.shape[0], "topk": token_rows.shape[1], "num_experts": num_ranks}
@@ -204,34 +206,24 @@ def spread(plan: Plan, rows_of_rank: int, like: Tensor) -> Plan:
     num_rows = num_ranks * rows_of_rank
     ranks, offsets = plan.row_to_expert, plan.expert_offsets
     expert_offsets = paddle.arange(num_ranks + 1, dtype="int32") * rows_of_rank
-    maps = {name: filled([num_rows], -1, "int32", like=like) for name in _BY_ROW}
-    slot_to_row, token_rows = plan.slot_to_row, plan.token_rows
     if ranks.shape[0]:
         shift = expert_offsets[:-1] - offsets[:-1]
-        # An extra row collects those without a token.
         places = numbers_of(ranks) + paddle.gather(shift, ranks.clip(min=0))
-        places = paddle.where(ranks >= 0, places, paddle.full_like(places, num_rows))
-        for name in _BY_ROW:
-            buffer = filled([num_rows + 1], -1, "int32", like=ranks)
-            maps[name] = paddle.scatter(buffer, places, getattr(plan, name))[:num_rows]
-        slot_to_row, token_rows = (_moved(rows, places) for rows in (slot_to_row, token_rows))
-    moved = {"slot_to_row": beside(slot_to_row, like), "token_rows": beside(token_rows, like)}
-    moved["expert_offsets"] = expert_offsets
-    return plan._replace(**maps, **moved, num_rows=num_rows)
-
-
-def _moved(rows: Tensor, places: Tensor) -> Tensor:
-    new = paddle.gather(places, rows.clip(min=0).flatten()).reshape(rows.shape)
-    return paddle.where(rows >= 0, new, rows)
+        plan = moved_rows(plan, paddle.where(ranks >= 0, places, paddle.full_like(places, num_rows)), num_rows)
+    else:
+        none = filled([num_rows], -1, "int32", like=like)
+        plan = plan._replace(row_to_token=none, row_to_slot=none, row_to_expert=none, num_rows=num_rows)
+    slot_to_row, token_rows = beside(plan.slot_to_row, like), beside(plan.token_rows, like)
+    return plan._replace(slot_to_row=slot_to_row, token_rows=token_rows, expert_offsets=expert_offsets)
 
 
 def local_ids_of(ids: Tensor, to_ranks: Plan, experts_of_rank: int, *, has_gaps: bool) -> Tensor:
     """Return the ids [R, K] of sent tokens, counted from the first expert of their rank; -1: on another rank.
 
     Args:
-        ids: int32 [T, K].
+        ids: int32 [T, K], slots of experts.
         to_ranks: their plan over ranks.
-        experts_of_rank: E / P.
+        experts_of_rank: the slots of a rank.
         has_gaps: whether the plan may have rows without a token.
     """
     if ids.shape[0] == 0 or to_ranks.num_rows == 0:
@@ -373,15 +365,21 @@ def say_that_this_rank_raises(transport: Transport, step: Step) -> None:
 
 
 def counts_of_ranks(
-    x: Tensor, plan: Plan, to_ranks: Plan, transport: Transport, payload: str | None, step: Step, validate: bool | None
+    x: Tensor,
+    of_slots: Tensor,
+    to_ranks: Plan,
+    transport: Transport,
+    payload: str | None,
+    step: Step,
+    validate: bool | None,
 ) -> tuple[Counts, Counts, NDArray]:
-    """Return the counts of tokens by rank, of the rows sent back, and the rows of [rank, local expert].
+    """Return the counts of tokens by rank, of the rows sent back, and the rows of [rank, slot of this rank].
 
     The ranks exchange a few numbers once: the call, tokens, whether all are finite, and rows of each expert.
 
     Args:
         x: [T, d], this rank's tokens.
-        plan: their plan over all experts.
+        of_slots: int32 [P * S], the number of rows of the expert in each slot.
         to_ranks: the plan of tokens by rank.
         transport: the transport of the tokens.
         payload: the format of tokens on the way, one of `permute`, or None for their own dtype.
@@ -393,8 +391,8 @@ def counts_of_ranks(
         RuntimeError: ranks are in different calls, or were in the last one; other ranks raised.
     """
     ranks = step.call.ranks
-    size, num_local_experts = len(ranks), plan.num_experts // len(ranks)
-    rows = plan.tokens_per_expert.reshape([size, num_local_experts])
+    size, slots = len(ranks), of_slots.shape[0] // len(ranks)
+    rows = of_slots.reshape([size, slots])
     words, is_not_finite = step.words(), []
     if validate is True:
         here = beside((~paddle.isfinite(x).all()).astype("int32"), rows)
@@ -403,7 +401,7 @@ def counts_of_ranks(
         words.append(0)
     words_of_ranks = paddle.to_tensor([words] * size, dtype="int32", place=rows.place)
     columns = [words_of_ranks, *is_not_finite, to_ranks.tokens_per_expert.unsqueeze(-1), rows]
-    more = step.call.layer.most_experts - num_local_experts
+    more = step.call.layer.most_experts - slots
     if more > 0:  # so that messages of all layers have one size
         columns.append(filled([size, more], 0, "int32", like=rows))
     message = paddle.concat(columns, axis=1)
@@ -413,7 +411,7 @@ def counts_of_ranks(
     if told[:, _NOT_FINITE].any():
         bad = np.array(ranks)[told[:, _NOT_FINITE] > 0].tolist()
         _checks.bad_value(_DISPATCH, "x", "finite on all ranks", f"NaN or infinity on ranks {bad}")
-    last = _ABOUT + num_local_experts
+    last = _ABOUT + slots
     of_experts = told[:, _ABOUT:last]
     of_tokens = Counts(transport, own[:, _TOKENS].tolist(), told[:, _TOKENS].tolist(), payload)
     of_rows = Counts(transport, of_experts.sum(axis=1).tolist(), own[:, _ABOUT:last].sum(axis=1).tolist())

@@ -13,9 +13,10 @@ from paddle.distributed.communication.group import Group
 from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
 
 from .. import _checks
-from .._graphs import without_gradients
+from .._graphs import filled, without_gradients
 from .agreement import group_of, raising_together, values_of_ranks
 from .parameters import groups_of_experts, is_expert_parameter
+from .placement import Placement, placement_of_parameter
 
 __all__ = [
     "Part",
@@ -24,6 +25,7 @@ __all__ = [
     "destination_of",
     "gather_parts",
     "gather_state_dict",
+    "of_rank_with_experts",
     "shard_state_dict",
     "without_wrapper",
 ]
@@ -33,12 +35,28 @@ class Part(NamedTuple):
     """A tensor of this rank.
 
     Attributes:
-        value: [E / P, ...] if the group shares experts, or any shape.
-        group: the ranks that must have tensors of the same name, dtype and shape.
+        value: any shape; with a placement the experts of this rank, [experts, ...].
+        group: the ranks that must have tensors of the same name and dtype, and of the same shape or placement.
+        placement: of the experts whose tensor it is; None: it is none of experts.
+        is_stacked: whether it has a row for each expert. Otherwise ranks with experts have the same; other ranks may
+            have another one, since optimizers skip parameters without elements.
     """
 
     value: Tensor
     group: Group
+    placement: Placement | None = None
+    is_stacked: bool = True
+
+    def is_missing_on_a_rank(self) -> bool:
+        """True if it is of experts, and a rank has none."""
+        return self.placement is not None and 0 in self.placement.counts
+
+    def layout(self) -> str:
+        """The text of its layout, the same on all ranks of the group."""
+        dtype, shape = _checks.dtype_name(self.value.dtype), list(self.value.shape)
+        if self.placement is None or self.placement.is_even or not self.is_stacked:
+            return f"{dtype} {shape}"
+        return f"{dtype} {[len(self.placement.ranks), *shape[1:]]} placed on ranks {self.placement}"
 
 
 class Destination(NamedTuple):
@@ -98,10 +116,9 @@ def agree_on_parts(
     if everyone.nranks == 1:
         return
     own = {"dst": (str(destination.rank), tuple(everyone.ranks))}
-    for name, (value, group) in parts.items():
-        layout = f"{_checks.dtype_name(value.dtype)} {list(value.shape)}"
-        shared_by = "" if group.ranks == everyone.ranks else f" of ranks {group.ranks}"
-        own[label.format(name)] = (layout + shared_by, tuple(group.ranks))
+    for name, part in parts.items():
+        shared_by = "" if part.group.ranks == everyone.ranks else f" of ranks {part.group.ranks}"
+        own[label.format(name)] = (part.layout() + shared_by, tuple(part.group.ranks))
     of_ranks: list[dict[str, tuple[str, tuple[int, ...]]]] = []
     paddle.distributed.all_gather_object(of_ranks, own, group=everyone)
     by_rank = dict(zip(everyone.ranks, of_ranks, strict=True))
@@ -114,7 +131,7 @@ def agree_on_parts(
 
 
 def gather_parts(parts: Mapping[str, Part], destination: Destination) -> dict[str, Tensor]:
-    """Gather stacked tensors [E / P, ...] as [E, ...], one after the other; every rank must call it.
+    """Gather stacked tensors of experts as [E, ...], one after the other; every rank must call it.
 
     The groups' collectives follow the order of names. The ranks of a group have the same names, so groups that overlap
     cannot wait for each other.
@@ -128,25 +145,42 @@ def gather_parts(parts: Mapping[str, Part], destination: Destination) -> dict[st
     """
     whole = {}
     for name in sorted(parts):
-        gathered = _gathered(*parts[name], destination)
+        gathered = _gathered(parts[name], destination)
         if gathered is not None:
             whole[name] = gathered
     return whole
 
 
-def _gathered(part: Tensor, group: Group, destination: Destination) -> Tensor | None:
+def _gathered(part: Part, destination: Destination) -> Tensor | None:
+    value, group, placement, is_stacked = part
     if group.nranks == 1:
-        return copied(part, destination) if destination.is_here else None
+        return copied(value, destination) if destination.is_here else None
+    if placement is None:
+        raise AssertionError("only tensors of experts are gathered")
+    if not is_stacked:
+        value = of_rank_with_experts(value, group, placement)
+        return copied(value, destination) if destination.is_here else None
+    if value.shape[0] < placement.slots_per_rank:  # collectives need one shape
+        shape = [placement.slots_per_rank - value.shape[0], *value.shape[1:]]
+        value = paddle.concat([value, filled(shape, 0, value.dtype, like=value)])
     of_ranks: list[Tensor] = []
     if destination.rank is None:
-        paddle.distributed.all_gather(of_ranks, part, group=group)
+        paddle.distributed.all_gather(of_ranks, value, group=group)
     elif destination.rank in group.ranks:
-        paddle.distributed.gather(part, of_ranks if destination.is_here else None, destination.rank, group)
+        paddle.distributed.gather(value, of_ranks if destination.is_here else None, destination.rank, group)
     if not destination.is_here:
         return None
+    of_ranks = [each[:count] for each, count in zip(of_ranks, placement.counts, strict=True)]
     if destination.to_cpu:
         of_ranks = [each.cpu() for each in of_ranks]
-    return paddle.concat(of_ranks)
+    return placement.whole(of_ranks)
+
+
+def of_rank_with_experts(value: Tensor, group: Group, placement: Placement) -> Tensor:
+    """Return the small tensor of the first rank that has experts; every rank must call it."""
+    of_ranks: list[Any] = []
+    paddle.distributed.all_gather_object(of_ranks, value.numpy(), group=group)  # it may be on the host
+    return paddle.to_tensor(of_ranks[placement.first_rank], place=value.place)
 
 
 def copied(value: Tensor, destination: Destination) -> Tensor:
@@ -187,8 +221,8 @@ def gather_state_dict(
             gathered, so a GPU contains one whole parameter of experts at a time.
 
     Returns:
-        ``layer.state_dict()``, in which stacked parameters [E / P, ...] of experts are [E, ...]; on other ranks than
-        ``dst`` an empty dict.
+        ``layer.state_dict()``, in which stacked parameters of experts are [E, ...], in the order of experts for any
+        placement; on other ranks than ``dst`` an empty dict.
 
     Raises:
         TypeError: the layer is not a layer, the group not a group, ``dst`` not an int, or ``to_cpu`` not a bool.
@@ -214,7 +248,10 @@ def gather_state_dict(
         marked = _marked(layer)
         label = "layer.state_dict()[{!r}]"
         shared_by = groups_of_experts(function, label, marked, everyone, is_given=group is not None)
-        parts = {name: Part(state[name], shared_by[name]) for name in marked}
+        parts = {
+            name: Part(state[name], shared_by[name], placement_of_parameter(each, shared_by[name]))
+            for name, each in marked.items()
+        }
     agree_on_parts(function, everyone, label, parts, destination)
     whole = gather_parts(parts, destination)
     if not destination.is_here:
@@ -223,7 +260,9 @@ def gather_state_dict(
 
 
 def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = None) -> dict[str, Tensor]:
-    """Cut this rank's part out of a whole state, for ``layer.set_state_dict``: a checkpoint fits any number of ranks.
+    """Cut this rank's part out of a whole state, for ``layer.set_state_dict``: a checkpoint fits any ranks.
+
+    Neither the number of ranks nor the placement of experts has to be that of the model that was saved.
 
     Ranks do not communicate. Bit-exact copies of experts; all other tensors are those of ``state``.
 
@@ -235,7 +274,7 @@ def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = 
             or all ranks if it has none.
 
     Returns:
-        ``state``, in which each stacked parameter [E, ...] of experts is [E / P, ...].
+        ``state``, in which each stacked parameter [E, ...] of experts has those of this rank.
 
     Raises:
         TypeError: the state is not a dict, the layer not a layer, or the group not a group.
@@ -262,13 +301,13 @@ def shard_state_dict(state: Mapping[str, Tensor], layer: nn.Layer, group: Any = 
             if given != shape:
                 _checks.bad_value(name, f"state[{key!r}]", f"of shape {shape}", given)
             continue
-        count, *others = shape
         shared_by = groups[key]
-        whole = [count * shared_by.nranks, *others]
+        placement = placement_of_parameter(marked[key], shared_by)
+        whole = [len(placement.ranks), *shape[1:]]
         if given != whole:
             expected = f"of shape {whole}, the experts of {shared_by.nranks} ranks"
             _checks.bad_value(name, f"state[{key!r}]", expected, given)
-        part[key] = part[key][shared_by.rank * count : (shared_by.rank + 1) * count]
+        part[key] = placement.part(part[key], shared_by.rank)
     return part
 
 

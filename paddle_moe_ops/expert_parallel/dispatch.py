@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import copy as copying
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import paddle
@@ -37,6 +37,7 @@ from .alltoall import (
 )
 from .deep_ep import DeepEP
 from .peer import Peers
+from .placement import Placement, Slots, as_option, placement_of
 from .received import Received, WayBack, WayBackToPeers
 from .symmetric_buffers import buffers_of
 from .transports import DEFAULT_TIMEOUT_S, transport_for
@@ -49,7 +50,7 @@ _OF_TOKENS, _OF_ROWS = "the tokens of received", "the rows of received"
 
 
 class ExpertParallel:
-    """The exchange of tokens between the ranks of a group, where rank r has the experts from r * E / P on.
+    """The exchange of tokens between the ranks of a group, each of which has some of the experts.
 
     `dispatch` sends each token once to every rank that has one of its experts; `combine` returns every token's weighted
     sum of expert outputs. Both are differentiable, and all ranks must call them, and their backward passes, in the same
@@ -60,9 +61,12 @@ class ExpertParallel:
     with ``tokens_per_rank`` and `paddle.distributed.alltoall_single` or "peer".
 
     Args:
-        num_experts: E, the experts of all ranks together, a multiple of the number of ranks.
+        num_experts: E, the experts of all ranks together.
         group: the ranks, a group of `paddle.distributed`; None: all ranks, or this process alone where
             `paddle.distributed` was not initialised.
+        placement: the rank of each expert, a list of E ints: indices into the group. Ranks may have different numbers
+            of experts, also none. Results do not depend on it, but for the rounding of ``combine="reduced"``. None:
+            experts follow each other, E // P on each rank, and one more on the first E % P ranks.
         combine: "exact": ranks send back every row of their experts, and the owner of a token adds them up. The result
             and all gradients are bitwise those of one process with all experts, if the GEMMs are. "reduced": each rank
             adds up its rows of a token and sends back one sum. This sends less than P instead of K (P - 1) / P rows per
@@ -89,8 +93,10 @@ class ExpertParallel:
     Attributes:
         group: the group.
         num_experts: E.
-        num_local_experts: E / P.
-        first_expert: the first expert of this rank.
+        placement: the rank of each expert, a tuple of E ints.
+        local_experts: the experts of this rank, ascending; local expert i is ``local_experts[i]``.
+        num_local_experts: their number.
+        first_expert: the first of them, 0 if there are none. Without a placement they follow each other.
         combines: ``combine``.
         payload: ``payload``.
         tokens_per_rank: ``tokens_per_rank``.
@@ -118,13 +124,15 @@ class ExpertParallel:
         num_experts: int,
         group: Any = None,
         *,
+        placement: Sequence[int] | None = None,
         combine: str = "exact",
         payload: str | None = None,
         tokens_per_rank: int | None = None,
         transport: str = "auto",
         timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        options: dict[str, Any] = {"combine": combine, "payload": payload, "tokens_per_rank": tokens_per_rank}
+        options: dict[str, Any] = {"placement": as_option(placement), "combine": combine, "payload": payload}
+        options |= {"tokens_per_rank": tokens_per_rank}
         options |= {"transport": transport, "timeout": timeout}
         group = group_of(_NAME, group)
         # before any check that may fail on one rank, for which the others would wait
@@ -136,6 +144,7 @@ class ExpertParallel:
         num_experts: int,
         group: Group,
         *,
+        placement: Any,
         combine: str,
         payload: str | None,
         tokens_per_rank: int | None,
@@ -153,21 +162,43 @@ class ExpertParallel:
             transport=transport,
         )
         self.combines, self.payload = combine, payload
-        if self.num_experts % self.group.nranks:
-            expected = f"a multiple of {self.group.nranks}, the ranks of the group"
-            _checks.bad_value(_NAME, "num_experts", expected, num_experts)
-        self.num_local_experts = self.num_experts // self.group.nranks
-        self.first_expert = self.group.rank * self.num_local_experts
-        self._peers: Peers | DeepEP | None = None
-        if transport == "deepep" and self.group.nranks > 1:
-            self._peers = DeepEP(self.group, self.num_experts)
-        if transport == "peer" and self.group.nranks > 1 and self.tokens_per_rank is not None:
-            sizes = self.tokens_per_rank, self.num_local_experts
-            self._peers = Peers(buffers_of(self.group), *sizes, self.payload, self.timeout)
-        self._transport = transport_for(transport if self._peers is None else "auto", self.group, self.timeout)
-        self._layer = number_of_layer(self.group, self.num_local_experts)
+        self._name_of_transport = transport
+        self._place(placement_of(_NAME, placement, self.num_experts, self.group.nranks))
+        self._layer = number_of_layer(self.group, self._placement.slots_per_rank)
         self._calls, self._is_closed = 0, False
         self._unread: list[tuple[Step, Tensor]] | None = [] if self.tokens_per_rank is None else None
+
+    def _place(self, placement: Placement) -> None:
+        """Set the placement of experts, and connect the ranks for it; every rank calls it."""
+        group, slots, name = self.group, placement.slots_per_rank, self._name_of_transport
+        self._placement, self.placement = placement, placement.ranks
+        self.local_experts = placement.experts[group.rank]
+        self.num_local_experts = len(self.local_experts)
+        self.first_expert = self.local_experts[0] if self.local_experts else 0
+        self._slots = None if placement.is_even else Slots(placement)
+        self._peers: Peers | DeepEP | None = None
+        if name == "deepep" and group.nranks > 1:
+            self._peers = DeepEP(group, placement.num_slots)
+        if name == "peer" and group.nranks > 1 and self.tokens_per_rank is not None:
+            self._peers = Peers(buffers_of(group), self.tokens_per_rank, slots, self.payload, self.timeout)
+        self._transport = transport_for(name if self._peers is None else "auto", group, self.timeout)
+
+    def _move(self, placement: Placement) -> None:
+        """Set another placement; every rank calls it, between two steps."""
+        self._layer.needs_room(placement.slots_per_rank)
+        self._place(placement)
+
+    def _plan_of_received(self, plan: Plan) -> Plan:
+        """Return a plan of received tokens over this rank's slots as one over its experts."""
+        count = self.num_local_experts
+        if plan.num_experts == count:
+            return plan
+        return plan._replace(
+            tokens_per_expert=plan.tokens_per_expert[:count],
+            expert_offsets=plan.expert_offsets[: count + 1],
+            routed_per_expert=plan.routed_per_expert[:count],
+            num_experts=count,
+        )
 
     def dispatch(
         self,
@@ -311,16 +342,20 @@ def _dispatch(
         plan = _plan(ids, probs, ep, capacity, validate)
     # without a capacity all ids are kept, and other values are sent to no rank; int64 may not fit
     kept = ids if capacity is None and ids.dtype == paddle.int32 else kept_ids(ids, plan)
-    kept, step = beside(kept, x), ep._dispatch_step(x, ids, probs)
+    kept, step, slots = beside(kept, x), ep._dispatch_step(x, ids, probs), ep._placement.slots_per_rank
+    if ep._slots is not None:
+        kept = ep._slots.of_ids(kept)
     if ep.tokens_per_rank is not None:
         return _dispatch_equal_parts(x, probs, kept, plan, ep, step)
-    to_ranks = plan_of_ranks(kept, ep.group.nranks, ep.num_local_experts, None)
-    tokens, rows, of_experts = counts_of_ranks(x, plan, to_ranks, ep._transport, ep.payload, step, validate)
+    of_slots = plan.tokens_per_expert if ep._slots is None else ep._slots.of_counts(plan.tokens_per_expert)
+    to_ranks = plan_of_ranks(kept, ep.group.nranks, slots, None)
+    tokens, rows, of_experts = counts_of_ranks(x, of_slots, to_ranks, ep._transport, ep.payload, step, validate)
     ep._calls += 1
     to_ranks = trimmed(to_ranks, sum(tokens.sent))
-    sent_ids = local_ids_of(kept, to_ranks, ep.num_local_experts, has_gaps=False)
+    sent_ids = local_ids_of(kept, to_ranks, slots, has_gaps=False)
     arrived_ids = beside(ep._transport.exchange(sent_ids, tokens.sent, tokens.received, step), x)
-    local = local_plan(arrived_ids, ep.num_local_experts, sum(rows.sent))
+    local = ep._plan_of_received(local_plan(arrived_ids, slots, sum(rows.sent)))
+    of_experts = of_experts[:, : ep.num_local_experts]
     common: dict[str, Any] = {
         "plan": local,
         "tokens_per_expert": of_experts.sum(axis=0).tolist(),
@@ -330,6 +365,8 @@ def _dispatch(
     if ep.combines == "reduced":
         return _received_tokens(x, probs, to_ranks, tokens, ep, step, common)
     chunks, plan = chunks_of(of_experts, like=x), trimmed(plan, sum(rows.received))
+    if ep._slots is not None:
+        plan = ep._slots.by_rank(plan)
     made = rows_of_tokens(x, plan, to_ranks, tokens, local, chunks, rows, step)
     back = WayBack(rows, chunks, plan, row_probs(probs, plan), step.call)
     return Received(rows=made, tokens=None, probs=None, _way_back=back, **common)
@@ -365,13 +402,13 @@ def _dispatch_equal_parts(
     x: Tensor, probs: Tensor, ids: Tensor, plan: Plan, ep: ExpertParallel, step: Step
 ) -> Received:
     """Send the same number of lines to every rank, some without a token, so that the host waits for no count."""
-    equal = [ep.tokens_per_rank or 0] * ep.group.nranks
+    equal, slots = [ep.tokens_per_rank or 0] * ep.group.nranks, ep._placement.slots_per_rank
     tokens = Counts(ep._transport, equal, equal, ep.payload)
-    parts = equal_parts(ids, probs, ep.group.nranks, ep.num_local_experts, ep.tokens_per_rank or 0, like=x)
+    parts = equal_parts(ids, probs, ep.group.nranks, slots, ep.tokens_per_rank or 0, like=x)
     arrived_ids = beside(ep._transport.exchange(parts.ids, equal, equal, step), x)
     ep._calls += 1
-    most = arrived_ids.shape[0] * min(arrived_ids.shape[1], ep.num_local_experts)
-    local = local_plan(arrived_ids, ep.num_local_experts, most)
+    most = arrived_ids.shape[0] * min(arrived_ids.shape[1], slots)
+    local = ep._plan_of_received(local_plan(arrived_ids, slots, most))
     common: dict[str, Any] = {
         "plan": local,
         "tokens_per_expert": local.tokens_per_expert,
@@ -397,12 +434,16 @@ def _dispatch_to_peers(
     if isinstance(peers, Peers) and ep.combines == "reduced" and capacity is None:
         if ids.shape[1] == 0 or _checks.validation(_DISPATCH, validate, ids) is not Validation.OFF:
             _plan(ids, probs, ep, capacity, validate)  # raises the error
-        got = peers.dispatch(x, ids, probs, step)
+        slots = ids if ep._slots is None else ep._slots.of_ids(ids)
+        got = peers.dispatch(x, slots, probs, step)
         ep._calls += 1
-        return _tokens_of_peers(got, peers, ep, got.routed, got.dropped)
+        routed = got.routed if ep._slots is None else ep._slots.counts_of_experts(got.routed)
+        return _tokens_of_peers(got, peers, ep, routed, got.dropped)
     plan = _plan(ids, probs, ep, capacity, validate)
     if capacity is not None:
         ids = kept_ids(ids, plan)
+    if ep._slots is not None:
+        ids = ep._slots.of_ids(ids)
     if isinstance(peers, DeepEP) or ep.combines == "reduced":
         arrived = peers.dispatch(x, ids, probs, step)
         ep._calls += 1
@@ -410,21 +451,22 @@ def _dispatch_to_peers(
         return _tokens_of_peers(arrived, peers, ep, plan.routed_per_expert, dropped)
     made = peers.dispatch_rows(x, ids, probs, plan, step)
     ep._calls += 1
+    local = ep._plan_of_received(made.plan)
     return Received(
-        plan=made.plan,
+        plan=local,
         rows=made.rows,
         tokens=None,
         probs=None,
-        tokens_per_expert=made.plan.tokens_per_expert,
+        tokens_per_expert=local.tokens_per_expert,
         routed_per_expert=plan.routed_per_expert,
         dropped_slots=made.dropped if capacity is None else plan.overflow + made.dropped,
-        _way_back=WayBackToPeers(peers, made.trip, made.plan.num_rows, plan, row_probs(probs, plan)),
+        _way_back=WayBackToPeers(peers, made.trip, local.num_rows, plan, row_probs(probs, plan)),
     )
 
 
 def _tokens_of_peers(got: Any, peers: Peers | DeepEP, ep: ExpertParallel, routed: Tensor, dropped: Tensor) -> Received:
     """Return received tokens with ``combine="reduced"``."""
-    local = got.plan
+    local = ep._plan_of_received(got.plan)
     return Received(
         plan=local,
         rows=None,

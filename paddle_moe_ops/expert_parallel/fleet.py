@@ -22,6 +22,7 @@ from .. import _checks
 from .agreement import raising_together
 from .fleet_optimizers import FleetClip, FleetOptimizer, Place, Sharding
 from .parameters import expert_group_of, fleet_guard_lifted, sharding_color
+from .placement import placement_of_parameter
 
 __all__ = ["distributed_optimizer"]
 
@@ -173,6 +174,11 @@ def _check_strategy(strategy: Any, parameters: Sequence[Tensor]) -> None:
     sharding = configs["sharding_configs"]
     if fleet.fleet._hcg.get_sharding_parallel_world_size() == 1:
         return
+    for each in parameters:
+        group = expert_group_of(each)
+        if group is not None and 0 in (placement := placement_of_parameter(each, group)).counts:
+            # Fleet divides no parameters without elements
+            _checks.bad_value(_NAME, "placement", "one in which each rank has experts, with sharding", placement)
     if sharding.tensor_fusion:
         _checks.bad_value(_NAME, "tensor_fusion", "False for experts on several ranks", True)
     if sharding.comm_overlap and not sharding.split_param:

@@ -25,12 +25,17 @@ from .._graphs import without_gradients
 from .agreement import group_of, raising_together
 from .checkpoint import Part, agree_on_parts, copied, destination_of, gather_parts, without_wrapper
 from .parameters import groups_of_experts, is_expert_parameter
+from .placement import Placement, placement_of_parameter
 
-__all__ = ["gather_optimizer_state_dict", "shard_optimizer_state_dict"]
+__all__ = ["gather_optimizer_state_dict", "shard_optimizer_state_dict", "states_of_experts"]
 
 _MASTERS, _SCHEDULER = "master_weights", "LR_Scheduler"  # Paddle's entries that are not tensors
 _NAMES = "parameter_names"  # entry of this package
 _SHOWN_KEYS = 8
+_INSTEAD_OF_GATHERING = (
+    "; save those that Fleet's sharding spreads over ranks with paddle.distributed.save_state_dict, from "
+    "sharded_state_dict() of the model and of the optimizer"
+)
 # Suffix of a parameter's name: an accumulator's name and its number, after the master weight's if there is one.
 _ENDING = re.compile(r"_.+_\d+")
 # Adam's powers have shape [1] for parameters of any shape.
@@ -77,9 +82,9 @@ def gather_optimizer_state_dict(
         to_cpu: whether the tensors are returned in host memory, see `gather_state_dict`.
 
     Returns:
-        ``optimizer.state_dict()`` with [E, ...] tensors for stacked parameters [E / P, ...] of experts. One entry is
-        added: ``"parameter_names"``, a dict from the names of ``layer.named_parameters()`` to the ``.name`` that keys
-        begin with. `shard_optimizer_state_dict` removes it. On other ranks than ``dst`` an empty dict.
+        ``optimizer.state_dict()`` with [E, ...] tensors for stacked parameters of experts. One entry is added:
+        ``"parameter_names"``, a dict from the names of ``layer.named_parameters()`` to the ``.name`` that keys begin
+        with. `shard_optimizer_state_dict` removes it. On other ranks than ``dst`` an empty dict.
 
     Raises:
         TypeError: the optimizer has no ``state_dict``, the layer is not a layer, ``dst`` not an int, or ``to_cpu`` not
@@ -108,17 +113,18 @@ def gather_optimizer_state_dict(
     with raising_together(function, everyone):
         destination = destination_of(function, everyone, dst, to_cpu)
         layer = without_wrapper(function, layer)
-        if not callable(getattr(optimizer, "state_dict", None)):
-            _checks.bad_type(function, "optimizer", "an optimizer of paddle.optimizer", type(optimizer).__name__)
-        _refuse_parts_of_fleet(function, optimizer)
-        source, state = "optimizer.state_dict()", optimizer.state_dict()
+        source, state = "optimizer.state_dict()", _state_of(function, optimizer, _INSTEAD_OF_GATHERING)
         names = _names_in(layer)
         entries = {each.name: each for each in _entries(function, source, state, names, layer)}
         shared_by = _groups_of_experts(function, layer, everyone, group is not None)
-        stacked = _stacked(function, entries.values(), layer, {})
-        parts = {name: Part(each.value, shared_by.get(each.parameter, everyone)) for name, each in entries.items()}
+        placements, stacked = placements_in(layer, shared_by), _stacked(function, entries.values(), layer, {})
+        parts = {}
+        for name, each in entries.items():
+            place = placements.get(each.parameter)
+            parts[name] = Part(each.value, shared_by.get(each.parameter, everyone), place, name in stacked)
     agree_on_parts(function, everyone, source + " of {!r}", parts, destination)
-    whole = gather_parts({name: parts[name] for name in stacked}, destination)
+    gathered = {name: each for name, each in parts.items() if each.is_stacked or each.is_missing_on_a_rank()}
+    whole = gather_parts(gathered, destination)
     if not destination.is_here:
         return {}
     made = [
@@ -132,7 +138,7 @@ def gather_optimizer_state_dict(
 def shard_optimizer_state_dict(state: Mapping[str, Any], layer: nn.Layer, group: Any = None) -> dict[str, Any]:
     """Cut this rank's part out of an optimizer's whole state, for ``optimizer.set_state_dict``.
 
-    A checkpoint fits any number of ranks, also one process. Ranks do not communicate. The optimizer's tensors are
+    A checkpoint fits any ranks and placement, also one process. Ranks do not communicate. The optimizer's tensors are
     renamed after the present names of the layer's parameters. They keep their numbers, so load them into the first
     optimizer of these parameters. Master weights are moved to the device of their parameter.
 
@@ -144,7 +150,7 @@ def shard_optimizer_state_dict(state: Mapping[str, Any], layer: nn.Layer, group:
             or all ranks if it has none.
 
     Returns:
-        the state, with [E / P, ...] instead of [E, ...] tensors for stacked parameters of experts. Its tensors are
+        the state, with this rank's part of the [E, ...] tensors of stacked parameters of experts. Its tensors are
         copies, since an optimizer stores and changes the tensors that it loads.
 
     Raises:
@@ -172,29 +178,61 @@ def shard_optimizer_state_dict(state: Mapping[str, Any], layer: nn.Layer, group:
     names = _names_in(layer)
     entries = _entries(function, "state", state, state.get(_NAMES, names), layer)
     shared_by = _groups_of_experts(function, layer, everyone, group is not None)
-    stacked = _stacked(function, entries, layer, {name: each.nranks for name, each in shared_by.items()})
+    placements = placements_in(layer, shared_by)
+    stacked = _stacked(function, entries, layer, {name: len(each.ranks) for name, each in placements.items()})
     places, parts = {name: each.place for name, each in layer.named_parameters()}, []
     for each in entries:
         value = each.value
         if each.name in stacked:
-            value = _part(value, shared_by[each.parameter])
+            value = placements[each.parameter].part(value, shared_by[each.parameter].rank)
         value = value.clone()
         # Paddle's set_state_dict stores the tensor itself
         parts.append(each._replace(value=value.to(places[each.parameter]) if each.is_master else value))
     return _state(parts, state, names)
 
 
-def _refuse_parts_of_fleet(function: str, optimizer: Any) -> None:
-    """Raise for an optimizer that divides its states, or their parameters, between ranks."""
+def states_of_experts(function: str, optimizer: Any, layer: nn.Layer) -> dict[str, dict[str, tuple[Tensor, bool]]]:
+    """Return an optimizer's own tensors for experts, by the name of the parameter and by their own.
+
+    A tensor has a flag: whether it is stacked, with a row per expert.
+
+    Raises:
+        TypeError: it is no optimizer.
+        ValueError: it divides its states between ranks, or has a tensor of none of the layer's parameters.
+    """
+    state, names = _state_of(function, optimizer, ""), _names_in(layer)
+    entries = _entries(function, "optimizer.state_dict()", state, names, layer)
+    stacked = _stacked(function, entries, layer, {})
+    found: dict[str, dict[str, tuple[Tensor, bool]]] = {}
+    for each in entries:
+        found.setdefault(each.parameter, {})[each.name] = each.value, each.name in stacked
+    return found
+
+
+def _state_of(function: str, optimizer: Any, instead: str) -> dict[str, Any]:
+    """Return an optimizer's state; raises if it divides its states, or their parameters, between ranks.
+
+    Args:
+        function: name that begins the messages.
+        optimizer: any optimizer.
+        instead: the end of the message, with the alternative.
+    """
+    if not callable(getattr(optimizer, "state_dict", None)):
+        _checks.bad_type(function, "optimizer", "an optimizer of paddle.optimizer", type(optimizer).__name__)
     each = optimizer
     while each is not None:
         if isinstance(each, (DygraphShardingOptimizer, DygraphShardingOptimizerV2, GroupShardedOptimizerStage2)):
-            expected = (
-                "one that keeps whole states on every rank; save those that Fleet's sharding spreads over ranks with "
-                "paddle.distributed.save_state_dict, from sharded_state_dict() of the model and of the optimizer"
-            )
+            expected = f"one that keeps whole states on every rank{instead}"
             _checks.bad_value(function, "optimizer", expected, type(each).__name__)
         each = getattr(each, "__dict__", {}).get("_inner_opt")
+    state: dict[str, Any] = optimizer.state_dict()
+    return state
+
+
+def placements_in(layer: nn.Layer, groups: Mapping[str, Group]) -> dict[str, Placement]:
+    """Return the placement of each parameter of experts of a layer, by name."""
+    parameters = dict(layer.named_parameters())
+    return {name: placement_of_parameter(parameters[name], group) for name, group in groups.items()}
 
 
 def _groups_of_experts(function: str, layer: nn.Layer, group: Group, is_given: bool) -> dict[str, Group]:
@@ -258,14 +296,14 @@ def _owner(key: str, owners: Mapping[str, str]) -> str | None:
     return None
 
 
-def _stacked(function: str, entries: Iterable[_Entry], layer: nn.Layer, num_parts: Mapping[str, int]) -> set[str]:
+def _stacked(function: str, entries: Iterable[_Entry], layer: nn.Layer, num_experts: Mapping[str, int]) -> set[str]:
     """Return the names of entries with a row per expert; other entries of experts must have one element.
 
     Args:
         function: name that begins the messages.
         entries: of a state.
         layer: the model.
-        num_parts: the factor from this rank's number of experts to theirs, by the name of the parameter; 1 by default.
+        num_experts: their number in the entries of a parameter, by its name; by default that of this rank.
     """
     parameters = {name: each for name, each in layer.named_parameters() if is_expert_parameter(each)}
     found = set()
@@ -273,7 +311,7 @@ def _stacked(function: str, entries: Iterable[_Entry], layer: nn.Layer, num_part
         if entry.parameter not in parameters:
             continue
         count, *others = parameters[entry.parameter].shape
-        shape, whole = list(entry.value.shape), [count * num_parts.get(entry.parameter, 1), *others]
+        shape, whole = list(entry.value.shape), [num_experts.get(entry.parameter, count), *others]
         is_power = shape == [1] and _POWER.fullmatch(entry.ending) is not None
         if shape == whole and not is_power:
             found.add(entry.name)
@@ -281,11 +319,6 @@ def _stacked(function: str, entries: Iterable[_Entry], layer: nn.Layer, num_part
             expected = f"of shape {whole}, as its parameter {entry.parameter!r} of experts is, or one number"
             _checks.bad_value(function, entry.label, expected, shape)
     return found
-
-
-def _part(whole: Tensor, group: Group) -> Tensor:
-    count = whole.shape[0] // group.nranks
-    return whole[group.rank * count : (group.rank + 1) * count]
 
 
 def _state(entries: Iterable[_Entry], state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

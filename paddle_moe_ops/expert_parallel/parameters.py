@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import paddle
@@ -23,11 +23,12 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.hybrid_parallel_optimizer import HybridParallelOptimizer
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2 import GroupShardedOptimizerStage2
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import GroupShardedStage3
-from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight, shard_weight
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 from .. import _checks
 from .._graphs import context_manager
 from .agreement import group_of
+from .placement import Placement, placement_of, placement_of_parameter
 
 __all__ = [
     "are_copies_connected",
@@ -41,6 +42,7 @@ __all__ = [
     "groups_of_experts",
     "is_expert_parameter",
     "mark_expert_parameters",
+    "replace_value",
     "sharded_state_of_experts",
     "sharding_color",
     "start_as_one",
@@ -98,7 +100,9 @@ def _check_first(kind: type, parameters_of: Callable[..., Any], expected: str) -
     kind.__init__ = checked  # type: ignore[misc]
 
 
-def mark_expert_parameters(experts: nn.Layer, sharding_group: Any = None, *, group: Any = None) -> None:
+def mark_expert_parameters(
+    experts: nn.Layer, sharding_group: Any = None, *, group: Any = None, placement: Sequence[int] | None = None
+) -> None:
     """Mark the parameters of a layer as those of experts that only this rank has; `MoELayer` marks its own.
 
     The marks are attributes that Paddle reads:
@@ -114,17 +118,20 @@ def mark_expert_parameters(experts: nn.Layer, sharding_group: Any = None, *, gro
     ``sharded_state_dict`` keeps its own.
 
     Args:
-        experts: a layer of stacked parameters, [E / P, ...].
+        experts: a layer of stacked parameters, [experts of this rank, ...].
         sharding_group: the ranks with copies of the same experts. Fleet's ``DygraphShardingOptimizerV2`` divides
             optimizer states and averages gradients between them. None: the attribute does not change, and
             `distributed_optimizer` sets it if necessary.
         group: the ranks that share the experts, as in `ExpertParallel`. `distributed_optimizer` and
             ``sharded_state_dict()`` need it. If it has several ranks, constructing an optimizer of Fleet that would mix
             their experts raises a ValueError. None: the group does not change.
+        placement: with a group, the rank of each expert, as in `ExpertParallel`; a rank's experts are ascending. None:
+            each rank has as many experts as this one, in the order of ranks.
 
     Raises:
-        TypeError: the layer is not a layer, or a group is not a group.
-        ValueError: this process is not one of a group's ranks.
+        TypeError: the layer is not a layer, a group is not a group, or the placement not a list of ints.
+        ValueError: this process is not one of a group's ranks; a placement without a group, or one that gives this rank
+            another number of experts than a parameter has.
 
     Examples:
         >>> from paddle_moe_ops.expert_parallel import is_expert_parameter, mark_expert_parameters
@@ -144,21 +151,35 @@ def mark_expert_parameters(experts: nn.Layer, sharding_group: Any = None, *, gro
         shared_by = group_of(function, group)
         if shared_by.nranks > 1:
             set_fleet_guard()
+    ranks = None if placement is None else _ranks_of(function, placement, experts, shared_by)
     for parameter in experts.parameters():
         parameter.no_sync = parameter.expert = True
         if color is not None:
             parameter.color = dict(color)
         if shared_by is not None:  # a number, since parameters are copied with their attributes
-            parameter.expert_group_id = shared_by.id
+            parameter.expert_group_id, parameter.expert_placement = shared_by.id, ranks
     for each in experts.sublayers(include_self=True):
         if type(each).sharded_state_dict is nn.Layer.sharded_state_dict:
             each.sharded_state_dict = types.MethodType(_sharded_state_of_marked, each)
 
 
+def _ranks_of(function: str, placement: Any, experts: nn.Layer, group: Group | None) -> tuple[int, ...]:
+    """Check the placement of a layer's experts, and return the rank of each."""
+    if group is None:
+        _checks.bad_value(function, "placement", "None without a group", "one")
+    ranks = _checks.listed(function, "placement", placement, "a list of the rank of each expert, or None")
+    made = placement_of(function, ranks, len(ranks), group.nranks)
+    for name, parameter in experts.named_parameters():
+        if parameter.shape[0] != made.counts[group.rank]:
+            expected = f"one in which rank {group.rank} has {parameter.shape[0]} experts, as {name!r} has"
+            _checks.bad_value(function, "placement", expected, made.counts[group.rank])
+    return made.ranks
+
+
 def copy_marks(source: nn.Layer, target: nn.Layer) -> None:
     """Copy the marks of a layer's parameters to those of its copy: Paddle copies parameters without attributes."""
     for mine, other in zip(source.parameters(), target.parameters(), strict=True):
-        for name in ("no_sync", "expert", "color", "expert_group_id"):
+        for name in ("no_sync", "expert", "color", "expert_group_id", "expert_placement"):
             if hasattr(mine, name):
                 setattr(other, name, getattr(mine, name))
 
@@ -167,11 +188,12 @@ def sharded_state_of_experts(layer: nn.Layer, structured_name_prefix: str = "") 
     """Return Paddle's ``sharded_state_dict()`` of a layer, with global shapes and offsets of marked parameters.
 
     Args:
-        layer: has stacked parameters of experts, [E / P, ...].
+        layer: has stacked parameters of experts, [experts of this rank, ...].
         structured_name_prefix: begins all keys.
 
     Raises:
-        ValueError: a parameter was marked without a group.
+        ValueError: a parameter was marked without a group; a rank has no experts, or those of a rank do not follow each
+            other.
     """
     state: dict[str, ShardedWeight] = nn.Layer.sharded_state_dict(layer, structured_name_prefix)
     own = nn.Layer.state_dict(layer, include_sublayers=False, use_hook=False)
@@ -180,11 +202,24 @@ def sharded_state_of_experts(layer: nn.Layer, structured_name_prefix: str = "") 
             continue
         group, key = expert_group_of(parameter), structured_name_prefix + name
         if group is not None:
-            state[key] = shard_weight(key, state[key].local_tensor, 0, group)
+            state[key] = _sharded_weight(key, state[key].local_tensor, placement_of_parameter(parameter, group), group)
         elif not hasattr(parameter, "expert_group_id") and paddle.distributed.get_world_size() > 1:
             expected = f"the ranks that share the experts of {key!r}"
             _checks.bad_value("sharded_state_dict", "group of mark_expert_parameters", expected, None)
     return state
+
+
+def _sharded_weight(key: str, part: Tensor, placement: Placement, group: Group) -> ShardedWeight:
+    """Return a rank's part of a tensor, which Paddle's checkpoints need as one block."""
+    if not placement.is_in_blocks:
+        expected = (
+            f"one in which each rank has experts that follow each other, for {key!r}; use gather_state_dict, or "
+            "move_experts before you save"
+        )
+        _checks.bad_value("sharded_state_dict", "placement", expected, placement)
+    count, *rest = part.shape
+    offset = (placement.experts[group.rank][0], *(0 for _ in rest))
+    return ShardedWeight(key, part, (count, *rest), (len(placement.ranks), *rest), offset)
 
 
 def _sharded_state_of_marked(layer: nn.Layer, structured_name_prefix: str = "") -> dict[str, ShardedWeight]:
@@ -220,6 +255,12 @@ def is_expert_parameter(parameter: Tensor) -> bool:
         ['experts.gate_up', 'experts.down']
     """
     return bool(getattr(parameter, "expert", False))
+
+
+def replace_value(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor another value, of any shape; graphs that have read it raise in their backward pass."""
+    tensor._bump_inplace_version()
+    tensor.data = value
 
 
 def start_as_one(layers: Iterable[nn.Layer | None], group: Group) -> None:

@@ -27,8 +27,9 @@ class Received:
         rows: with ``combine="exact"`` [N, d], the rows of the local experts in expert order; otherwise None.
         tokens: with ``combine="reduced"`` [R, d], the received tokens, in the order of ranks; otherwise None.
         probs: with ``combine="reduced"`` float32 [R, K], their probabilities; otherwise None.
-        tokens_per_expert: rows of each local expert, E / P ints, for `grouped_gemm`. With ``tokens_per_rank`` an int32
-            tensor; ``rows`` on a GPU then may have more rows than its sum.
+        tokens_per_expert: rows of each local expert, ints for `grouped_gemm`. With ``tokens_per_rank`` an int32 tensor;
+            ``rows`` on a GPU then may have more rows than its sum. On a rank without experts it is empty, and the plan
+            has 0 experts.
         routed_per_expert: int32 [E], slots of this rank's own tokens by expert, dropped ones included.
         dropped_slots: 0-D int32, number of them dropped by ``capacity`` or ``tokens_per_rank``.
 

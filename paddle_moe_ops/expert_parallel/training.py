@@ -28,6 +28,7 @@ from .parameters import (
     groups_of_experts,
     is_expert_parameter,
 )
+from .placement import placement_of_parameter
 from .transports import DEFAULT_TIMEOUT_S, Rendezvous, checked_timeout
 
 __all__ = ["ClipGradByGlobalNorm", "average_gradients", "rounded_once"]
@@ -309,11 +310,15 @@ def _is_shared_by(parameter: Tensor, group: Group, otherwise: Group) -> bool:
 def _kinds(tensors: Sequence[Tensor], group: Group) -> _Kinds:
     layout, gradients = [], []
     for each in tensors:
-        owner = ""
+        owner, shape = "", list(each.shape)
         if is_expert_parameter(each):
             own = group_of_experts(each, group)
             owner = " of experts" if own.ranks == group.ranks else f" of experts on {own.nranks} ranks"
-        kind = f"{_checks.dtype_name(each.dtype)} {list(each.shape)}{owner}"
+            placement = placement_of_parameter(each, own)
+            if not placement.is_even:  # ranks have different numbers of experts
+                shape[0] = len(placement.ranks)
+                owner += f" placed on ranks {placement}"
+        kind = f"{_checks.dtype_name(each.dtype)} {shape}{owner}"
         layout.append(_NOT_TRAINED if each.stop_gradient else kind)
         gradient = None if each.stop_gradient else gradient_of(each)
         if gradient is None:

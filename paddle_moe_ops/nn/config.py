@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal
 
 from .. import _checks
+from ..expert_parallel.placement import as_option
 from ..expert_parallel.transports import DEFAULT_TIMEOUT_S
 
 __all__ = ["MoEConfig", "config_of", "options_of", "with_group"]
@@ -51,6 +52,8 @@ class MoEConfig:
             every call.
         transport: with a group, the transport of tokens: see `expert_parallel.ExpertParallel`.
         timeout: with a group, seconds that a rank waits for the others: see `expert_parallel.ExpertParallel`.
+        placement: with a group, the rank of each expert: see `expert_parallel.ExpertParallel` and
+            `expert_parallel.move_experts`.
 
     Examples:
         >>> from paddle_moe_ops.nn import MoEConfig, MoELayer
@@ -85,6 +88,10 @@ class MoEConfig:
     tokens_per_rank: int | None = None
     transport: str = "auto"
     timeout: float = DEFAULT_TIMEOUT_S
+    placement: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "placement", as_option(self.placement))
 
     def __repr__(self) -> str:
         """The sizes, and the options that are not the defaults."""

@@ -31,6 +31,7 @@ from ..mlp import (
 )
 from ..routing import Plan, as_plan, check_weights, row_probs, tokens_of
 from ._common import Size, casting_others, described, initial, sizes, weight
+from ._counts import without_experts
 from ._gradients import GradientOptions, gradient_options, gradients_of_call, operand_of
 from ._quantized import codes_of, matrices_of, refuse_sharded_state, replace_matrices, values_of
 from .microbatches import warn_of_codes_for_few_rows
@@ -40,6 +41,8 @@ _NAME = "SwiGLUExperts"
 
 class SwiGLUExperts(nn.Layer):
     """E gated MLPs with stacked weights, each applied to its own contiguous segment of rows.
+
+    Only `MoELayer` makes one without experts, on a rank of a group; it returns its rows.
 
     Args:
         num_experts: E.
@@ -195,6 +198,12 @@ class SwiGLUExperts(nn.Layer):
                 kept = parameter.clone() if other == rank else kept
             parameter.set_value(kept)
 
+    def experts_moved(self) -> None:
+        """Adopt the number of experts of the parameters, for `expert_parallel.move_experts`."""
+        self.num_experts = Size(self.gate_up.shape[0])
+        if self.float8_matrices is not None:
+            self.float8_matrices.clear()
+
     def extra_repr(self) -> str:
         """Return what ``print(layer)`` says of it."""
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
@@ -259,6 +268,8 @@ class SwiGLUExperts(nn.Layer):
             _checks.bad_value(_NAME, "tokens_per_expert", "None with a plan", type(tokens_per_expert).__name__)
         if plan is not None and padding_alignment != 1:
             _checks.bad_value(_NAME, "padding_alignment", "1 with a plan", padding_alignment)
+        if self.num_experts == 0:
+            return without_experts(rows, self.parameters())
         sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
         if combine:
             options = self.memory_options

@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import paddle
@@ -32,8 +33,10 @@ from ..expert_parallel.agreement import group_of, raising_together
 from ..expert_parallel.alltoall import check_travel
 from ..expert_parallel.dispatch import ExpertParallel, parallel_of_agreed, telling_of_errors
 from ..expert_parallel.parameters import mark_expert_parameters, start_as_one
+from ..expert_parallel.placement import placement_of
 from ..routing import Plan, planned
 from ._common import described, misnamed, sizes, warn_user, weight
+from ._counts import keep_first
 from .config import MoEConfig, config_of, options_of, with_group
 from .experts import SwiGLUExperts
 from .losses import loss_of_load, normalised, router_z_loss
@@ -94,10 +97,10 @@ class MoELayer(nn.Layer):
 
     Args:
         arguments: a `MoEConfig`, or its positional arguments.
-        group: ranks that share the experts, a group of `paddle.distributed` whose size divides num_experts; every rank
-            constructs the layer, with the same arguments. The router and the shared experts are the same on all ranks,
-            from the start. A rank has E / P experts, and tokens of its own; ``capacity_factor`` counts those. Only
-            dygraph. Gradients: see `expert_parallel.average_gradients`. None: this process has all experts.
+        group: ranks that share the experts, a group of `paddle.distributed`; every rank constructs the layer, with the
+            same arguments. The router and the shared experts are the same on all ranks, from the start. A rank has the
+            experts that ``placement`` names, and tokens of its own; ``capacity_factor`` counts those. Only dygraph.
+            Gradients: see `expert_parallel.average_gradients`. None: this process has all experts.
         options: the keyword arguments of a `MoEConfig`.
 
     The last forward pass sets these attributes; a copy of the layer starts without them. After a pass under
@@ -143,6 +146,9 @@ class MoELayer(nn.Layer):
         self.config = config = config_of(*arguments, **options)
         travels = options_of(config, ExpertParallel)
         if group is None:
+            travels.pop("placement")
+            if config.placement is not None:
+                _checks.bad_value(_NAME, "placement", "None without a group", "one")
             if config.transport == "peer" and config.tokens_per_rank is None:
                 _checks.bad_value(_NAME, "group", 'given with transport="peer"', None)
             check_travel(_NAME, **travels)
@@ -156,7 +162,10 @@ class MoELayer(nn.Layer):
             with _checks.renaming("TopKRouter", _NAME):
                 self.router = TopKRouter(hidden_size, num_experts, config.topk, **options_of(config, TopKRouter))
             self.hidden_size = self.router.hidden_size
-            own_experts = num_experts if group is None else max(num_experts // group.nranks, 1)
+            placement = None
+            if group is not None:
+                placement = placement_of(_NAME, config.placement, self.router.num_experts, group.nranks)
+            own_experts = num_experts if placement is None else placement.slots_per_rank
             with _checks.renaming("SwiGLUExperts", _NAME):
                 sizes = own_experts, hidden_size, inner
                 self.experts = SwiGLUExperts(*sizes, bias=config.expert_bias, **options_of(config, SwiGLUExperts))
@@ -170,7 +179,9 @@ class MoELayer(nn.Layer):
                 self.parallel = parallel_of_agreed(num_experts, group, **travels)
             self.experts.draw_those_of(self.parallel.group.rank, self.parallel.group.nranks)
             start_as_one((self.router, self.shared), self.parallel.group)
-            mark_expert_parameters(self.experts, group=self.parallel.group)
+            keep_first(self.experts.parameters(), self.parallel.num_local_experts)
+            self.experts.experts_moved()
+            mark_expert_parameters(self.experts, group=self.parallel.group, placement=self.parallel.placement)
         # Load, dropped slots, scores, logits and mask. A tuple, since Paddle turns attributes that are tensors into
         # buffers.
         self._last: tuple[Any, ...] | _Traced | None = None
@@ -268,6 +279,11 @@ class MoELayer(nn.Layer):
             self.aux_loss = self._balance(*last)  # type: ignore[misc]
             self.z_loss = router_z_loss(logits, kept)  # type: ignore[misc]
         return _result(out, shared, x)
+
+    def experts_moved(self) -> None:
+        """Adopt the placement of the experts, for `expert_parallel.move_experts`."""
+        if self.parallel is not None:
+            self.config = replace(self.config, placement=self.parallel.placement)
 
     def close(self) -> None:
         """Free the memory that the ranks of the group share once nothing else uses it; parameters stay.

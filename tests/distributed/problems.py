@@ -114,11 +114,13 @@ def results(out: paddle.Tensor, tensors: dict[str, Any]) -> dict[str, NDArray]:
 def kept_ids(problem: Problem) -> NDArray:
     """The ids without those that have no room."""
     ids, ranks = problem.arrays()["ids"].copy(), len(problem.tokens)
+    if problem.tokens_per_rank is None:
+        return ids
     for source in range(ranks):
         of_source = ids[problem.of_rank(source)]  # a view
         for rank in range(ranks):
             goes_there = (of_source >= 0) & (of_source // (problem.experts // ranks) == rank)
-            is_late = np.cumsum(goes_there.any(1)) > (problem.tokens_per_rank or len(ids))
+            is_late = np.cumsum(goes_there.any(1)) > problem.tokens_per_rank
             of_source[goes_there & is_late[:, None]] = -1
     return ids
 

@@ -101,7 +101,11 @@ def bad_arguments() -> list[str]:
     received = ep.dispatch(x, ids, probs)
     layer = MoELayer(2, 3, 4, 1, group=paddle.distributed.get_group(0))
     return [
-        caught(lambda: ExpertParallel(3)),
+        caught(lambda: ExpertParallel(3, placement=[0, 1])),
+        caught(lambda: ExpertParallel(3, placement=[0, 1, 2])),
+        caught(lambda: ExpertParallel(3, placement="010")),
+        caught(lambda: MoELayer(2, 3, 4, 1, placement=[0] * 4)),
+        caught(lambda: MoELayer(2, 3, 4, 1, group=ep.group, placement=[0, 1, 0.5, 1])),
         caught(lambda: ExpertParallel(2**16 + 2)),
         caught(lambda: ExpertParallel(4, combine="sum")),
         caught(lambda: ExpertParallel(4, transport="mpi")),
@@ -130,7 +134,11 @@ def bad_arguments() -> list[str]:
 def test_bad_arguments_raise_what_is_wrong():
     (texts, others) = run(bad_arguments, 2)
     assert texts == [
-        "ValueError: ExpertParallel: num_experts must be a multiple of 2, the ranks of the group, but got 3",
+        "ValueError: ExpertParallel: placement must be 3 ranks, one for each expert, but got 2",
+        "ValueError: ExpertParallel: placement[2] must be from 0 to 1, but got 2",
+        "TypeError: ExpertParallel: placement must be a list of the rank of each expert, or None, but got str",
+        "ValueError: MoELayer: placement must be None without a group, but got one",
+        "TypeError: MoELayer: placement[2] must be an int, but got float",
         "ValueError: ExpertParallel: num_experts must be from 1 to 65536, but got 65538",
         "ValueError: ExpertParallel: combine must be one of 'exact', 'reduced', but got 'sum'",
         "ValueError: ExpertParallel: transport must be one of 'auto', 'alltoall', 'gloo', 'peer', 'deepep', "

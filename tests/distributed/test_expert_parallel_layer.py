@@ -30,7 +30,7 @@ pytestmark = pytest.mark.long
 
 SIZES = 8, 12, 4, 2  # H, I, E, K
 HIDDEN = SIZES[0]
-OF_GROUPS = "combine", "payload", "tokens_per_rank", "transport"  # options that need a group
+OF_GROUPS = "combine", "payload", "tokens_per_rank", "transport", "placement"  # options that need a group
 BATCHES = {(5, 11): "uneven", (16, 0): "one without tokens", (8, 8): "even"}
 
 

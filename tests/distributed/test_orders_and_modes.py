@@ -37,6 +37,7 @@ BFLOAT16_ERROR = 0.02  # relative to the norm
 PEER: dict[str, Any] = {"transport": "peer", "tokens_per_rank": MOST_TOKENS}
 EQUAL_PARTS: dict[str, Any] = {"combine": "reduced", "tokens_per_rank": MOST_TOKENS}
 FORMS = "columns", "rows", "transposed"  # of views of a buffer
+IN_ORDER = (0, 0, 0, 1, 1, 1)  # the placement of experts by default
 PARTS = {"router": ["router.weight"], "experts": ["experts.gate_up", "experts.down"]}
 
 
@@ -57,6 +58,7 @@ class Way(NamedTuple):
 # Sorted by backend, since a start of processes takes seconds.
 WAYS = {
     "gloo exact": Way({"combine": "exact"}),
+    "gloo exact placed": Way({"combine": "exact", "placement": (1, 0, 1, 1, 1, 0)}),
     "gloo reduced": Way({"combine": "reduced"}),
     "gloo parts of one size": Way(EQUAL_PARTS),
     "gloo float8": Way({"combine": "exact", "payload": "fp8_1x128"}),
@@ -64,15 +66,19 @@ WAYS = {
     "peer exact": Way({"combine": "exact", **PEER}),
     "peer reduced": Way({"combine": "reduced", **PEER}),
     "peer reduced without copies": Way({"combine": "reduced", **PEER}, by_hand=True),
+    "peer reduced placed on one rank": Way({"combine": "reduced", "placement": (0,) * 6, **PEER}),
     "peer exact float8": Way({"combine": "exact", "payload": "fp8_1x128", **PEER}),
     "peer reduced float8": Way({"combine": "reduced", "payload": "fp8_1x128", **PEER}),
+    "deepep placed": Way({"combine": "reduced", "transport": "deepep", "placement": (1, 0, 1, 1, 1, 1)}),
     "deepep": Way({"combine": "reduced", "transport": "deepep"}),
     "alltoall exact": Way({"combine": "exact"}, "stub"),
+    "alltoall exact placed": Way({"combine": "exact", "placement": (1, 1, 0, 1, 1, 1)}, "stub"),
     "alltoall reduced": Way({"combine": "reduced"}, "stub"),
+    "alltoall reduced placed": Way({"combine": "reduced", "placement": (1, 0, 1, 0, 1, 0)}, "stub"),
     "alltoall parts of one size": Way(EQUAL_PARTS, "stub"),
     "alltoall parts of one size float8": Way({**EQUAL_PARTS, "payload": "fp8_1x128_ue8m0"}, "stub"),
 }
-SLOW = ("gloo float8",)
+SLOW = ("gloo float8", *(name for name in WAYS if "placed" in name))
 EVERY_WAY = pytest.mark.parametrize(
     "way",
     [pytest.param(way, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, way in WAYS.items()],
@@ -203,7 +209,7 @@ def of_rank(way: Way, whole: dict[str, NDArray], programs: dict[str, Program]) -
         for name, program in programs.items():
             for part, parameters in PARTS.items():
                 for each in map(layer.get_parameter, parameters):
-                    each.clear_gradient(False)
+                    each.grad = None
                     each.stop_gradient = part in program.frozen[rank]
             again = program.reentrant
             run_once = call if again is None else lambda x, again=again: recompute(call, x, use_reentrant=again)
@@ -214,8 +220,8 @@ def of_rank(way: Way, whole: dict[str, NDArray], programs: dict[str, Program]) -
 
 
 @functools.cache
-def alone(program: Program, payload: str | None) -> list[dict[str, Any]]:
-    """The same of a dense layer with all experts, by rank."""
+def alone(program: Program, payload: str | None, placement: tuple[int, ...]) -> list[dict[str, Any]]:
+    """The same of a dense layer with all experts, by rank; of experts those of the rank."""
     parameters = {name: paddle.to_tensor(value, stop_gradient=False) for name, value in whole_layer().items()}
     seen = [] if payload is None else [lambda tokens: rounded_to_float8(tokens, payload)]
     found: list[dict[str, Any]] = []
@@ -226,7 +232,7 @@ def alone(program: Program, payload: str | None) -> list[dict[str, Any]]:
         found.append({name: None if each is None else each.numpy() for name, each in made.items()})
     for rank, of_this_rank in enumerate(found):
         for name in PARTS["experts"]:
-            of_this_rank[name] = np.split(parameters[name].grad.numpy(), RANKS)[rank]
+            of_this_rank[name] = parameters[name].grad.numpy()[np.equal(placement, rank)]
         for part in program.frozen[rank]:
             frozen = PARTS.get(part) or [name for name in of_this_rank if name.startswith("gradient of x")]
             of_this_rank |= dict.fromkeys(frozen)
@@ -251,7 +257,8 @@ def check(way: Way, programs: dict[str, Program], turn: int | None = None) -> No
         programs = dict([*programs.items()][turn::2])
     ranks = run(of_rank, RANKS, way.backend, way=way, whole=whole_layer(), programs=programs)
     for name, program in programs.items():
-        for rank, expected in enumerate(alone(program, way.options.get("payload"))):
+        given = way.options.get("payload"), way.options.get("placement", IN_ORDER)
+        for rank, expected in enumerate(alone(program, *given)):
             compare(ranks[rank][name], expected, way, f"{name}, rank {rank}")
 
 
