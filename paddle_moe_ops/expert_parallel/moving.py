@@ -175,7 +175,9 @@ def _run(move: _Move, parts: Mapping[str, Part], optimizer: Any) -> None:
         elif part.is_missing_on_a_rank():
             part.value.set_value(of_rank_with_experts(part.value, part.group, old))
     for parameter in move.parameters.values():
-        parameter.grad = None  # `clear_gradient` keeps one without elements
+        if parameter.grad is not None:
+            parameter.grad = paddle.zeros_like(parameter)  # Paddle keeps a gradient without elements
+            parameter.grad = None
         if getattr(parameter, "main_grad", None) is not None:
             parameter.main_grad = None
         parameter.expert_placement = new.ranks

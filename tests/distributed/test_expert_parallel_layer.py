@@ -318,8 +318,10 @@ def of_rank_alone(options: dict[str, Any], tokens: tuple[int, ...]) -> Any:
         {"combine": "reduced", "tokens_per_rank": 13},
         {"combine": "reduced", "tokens_per_rank": 13, "transport": "peer"},
         {"combine": "exact", "tokens_per_rank": 13, "transport": "peer"},
+        {"combine": "exact", "placement": [1, 0, 1, 1]},
+        {"combine": "reduced", "placement": [0, 0, 0, 0], "tokens_per_rank": 13, "transport": "peer"},
     ],
-    ids=["exact", "reduced", "parts of one size", "peer", "exact over peers"],
+    ids=["exact", "reduced", "parts of one size", "peer", "exact over peers", "placed", "peer, placed on one rank"],
 )
 def test_capacity_counts_the_tokens_of_a_rank(options):
     options = {"capacity_factor": 0.75, **options}

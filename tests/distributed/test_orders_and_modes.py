@@ -209,12 +209,14 @@ def of_rank(way: Way, whole: dict[str, NDArray], programs: dict[str, Program]) -
         for name, program in programs.items():
             for part, parameters in PARTS.items():
                 for each in map(layer.get_parameter, parameters):
-                    each.grad = None
+                    each.clear_gradient(False)
                     each.stop_gradient = part in program.frozen[rank]
             again = program.reentrant
             run_once = call if again is None else lambda x, again=again: recompute(call, x, use_reentrant=again)
             made = passes(program, rank, run_once, layer.router.weight.dtype, layer)
             made |= {each: layer.get_parameter(each).grad for names in PARTS.values() for each in names}
+            for each in PARTS["experts"]:  # Paddle keeps a gradient without elements
+                made[each] = made[each] if layer.get_parameter(each).size else None
             found[name] = {name: None if each is None else to_numpy(each.detach()) for name, each in made.items()}
         return found
 
@@ -232,7 +234,8 @@ def alone(program: Program, payload: str | None, placement: tuple[int, ...]) -> 
         found.append({name: None if each is None else each.numpy() for name, each in made.items()})
     for rank, of_this_rank in enumerate(found):
         for name in PARTS["experts"]:
-            of_this_rank[name] = parameters[name].grad.numpy()[np.equal(placement, rank)]
+            gradient = parameters[name].grad.numpy()[np.equal(placement, rank)]
+            of_this_rank[name] = gradient if gradient.size else None
         for part in program.frozen[rank]:
             frozen = PARTS.get(part) or [name for name in of_this_rank if name.startswith("gradient of x")]
             of_this_rank |= dict.fromkeys(frozen)
