@@ -280,7 +280,7 @@ def test_experts_of_a_users_class_move():
 
 
 def refused() -> list[str]:
-    """What every rank says of moves that are not made, and that they change nothing."""
+    """The errors of moves on a rank, which change nothing."""
     program, rank = Run(APART), dist.get_rank()
     net, optimizer = program.net, program.optimizer
     texts = [
