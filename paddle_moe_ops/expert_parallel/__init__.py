@@ -5,20 +5,27 @@
 from __future__ import annotations
 
 from .checkpoint import gather_state_dict, shard_state_dict
+from .deep_ep import DeepEP
 from .dispatch import ExpertParallel
 from .fleet import distributed_optimizer
 from .loss_scaling import GradScaler
 from .moving import move_experts
 from .optimizers import gather_optimizer_state_dict, shard_optimizer_state_dict
 from .parameters import is_expert_parameter, mark_expert_parameters
+from .protocol import DispatchedTokens, LineTransport, TokenTransport, Transport
 from .received import Received
 from .training import ClipGradByGlobalNorm, average_gradients
 
 __all__ = [
     "ClipGradByGlobalNorm",
+    "DeepEP",
+    "DispatchedTokens",
     "ExpertParallel",
     "GradScaler",
+    "LineTransport",
     "Received",
+    "TokenTransport",
+    "Transport",
     "average_gradients",
     "distributed_optimizer",
     "gather_optimizer_state_dict",

@@ -28,7 +28,8 @@ from ..routing import Plan, planned
 from .agreement import CALL_WORDS, Kind, LayerCall, Step, backward_step
 from .peer import HEADER
 from .placement import BY_ROW, moved_rows
-from .transports import Transport, checked_timeout
+from .protocol import LineTransport, TokenTransport
+from .transports import checked_timeout
 
 __all__ = [
     "Chunks",
@@ -60,22 +61,29 @@ _NOT_FINITE, _TOKENS, _ABOUT = CALL_WORDS, CALL_WORDS + 1, CALL_WORDS + 2  # col
 
 def check_travel(function: str, *, tokens_per_rank: Any, timeout: Any, **given: Any) -> tuple[int | None, float]:
     """Check the options of the transport; returns ``tokens_per_rank`` and ``timeout`` as numbers."""
+    combine, transport = given["combine"], given["transport"]
+    is_own = isinstance(transport, (LineTransport, TokenTransport))
+    if not is_own and not isinstance(transport, str):
+        is_class = isinstance(transport, type)
+        text = f"the class {transport.__name__}, not an instance" if is_class else type(transport).__name__
+        _checks.bad_type(function, "transport", "a name, a LineTransport or a TokenTransport", text)
     for argument, choices in _TRAVEL.items():
-        _checks.choice(function, argument, given[argument], choices)
+        if argument != "transport" or not is_own:
+            _checks.choice(function, argument, given[argument], choices)
     if tokens_per_rank is not None:
         tokens_per_rank = _checks.integer(function, "tokens_per_rank", tokens_per_rank, 1)
-    combine, transport = given["combine"], given["transport"]
     if tokens_per_rank is not None and combine != "reduced" and transport != "peer":
         expected = f'given with combine="reduced" or transport="peer" only, not with {combine!r} and {transport!r}'
         _checks.bad_value(function, "tokens_per_rank", expected, tokens_per_rank)
     if transport == "peer" and tokens_per_rank is None:
         _checks.bad_value(function, "tokens_per_rank", 'given with transport="peer"', None)
-    if transport == "deepep":
+    if transport == "deepep" or isinstance(transport, TokenTransport):
+        with_transport = 'with transport="deepep"' if transport == "deepep" else "with a TokenTransport"
         for name, only in (("combine", "reduced"), ("payload", None)):
             if given[name] != only:
-                _checks.bad_value(function, name, f'{only!r} with transport="deepep"', repr(given[name]))
+                _checks.bad_value(function, name, f"{only!r} {with_transport}", repr(given[name]))
         if tokens_per_rank is not None:
-            _checks.bad_value(function, "tokens_per_rank", 'None with transport="deepep"', tokens_per_rank)
+            _checks.bad_value(function, "tokens_per_rank", f"None {with_transport}", tokens_per_rank)
     return tokens_per_rank, checked_timeout(function, timeout)
 
 
@@ -259,7 +267,7 @@ class Counts(NamedTuple):
         float8: the format of tokens on the way, one of `permute`, or None for their own dtype.
     """
 
-    transport: Transport
+    transport: LineTransport
     sent: list[int]
     received: list[int]
     float8: str | None = None
@@ -355,7 +363,7 @@ def rows_of_tokens(
     return linear(_DISPATCH, None, x, there, back)
 
 
-def say_that_this_rank_raises(transport: Transport, step: Step) -> None:
+def say_that_this_rank_raises(transport: LineTransport, step: Step) -> None:
     """Join the exchange of numbers for which the other ranks wait."""
     size = len(step.call.ranks)
     words = paddle.to_tensor([step.words()] * size, dtype="int32")
@@ -368,7 +376,7 @@ def counts_of_ranks(
     x: Tensor,
     of_slots: Tensor,
     to_ranks: Plan,
-    transport: Transport,
+    transport: LineTransport,
     payload: str | None,
     step: Step,
     validate: bool | None,

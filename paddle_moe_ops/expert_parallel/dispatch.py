@@ -38,9 +38,11 @@ from .alltoall import (
 from .deep_ep import DeepEP
 from .peer import Peers
 from .placement import Placement, Slots, as_option, placement_of
+from .protocol import CheckedLines, LineTransport, TokenTransport, Transport, connected, transport_option
 from .received import Received, WayBack, WayBackToPeers
 from .symmetric_buffers import buffers_of
-from .transports import DEFAULT_TIMEOUT_S, transport_for
+from .tokens import TokenExchange
+from .transports import DEFAULT_TIMEOUT_S, Alone, transport_for
 
 __all__ = ["ExpertParallel", "parallel_of_agreed", "telling_of_errors"]
 
@@ -84,7 +86,7 @@ class ExpertParallel:
             are whole pages. The layers of the group share its symmetric buffers: twice the maximum of received tokens
             for each width and dtype, and with ``combine="exact"`` twice K rows for each of these tokens; see `close`.
             "deepep": DeepEP, if Paddle's wheel has it, for bfloat16 with ``combine="reduced"`` and neither ``payload``
-            nor ``tokens_per_rank``; not yet run on a GPU.
+            nor ``tokens_per_rank``; not yet run on a GPU. A `LineTransport` or a `TokenTransport`: one of your own.
         timeout: seconds that a rank waits for the others before it raises a RuntimeError that names the absent ranks.
             With "alltoall" a rank waits only in `dispatch` without ``tokens_per_rank``; with "gloo" and "peer" in every
             exchange. On a GPU, "peer" waits in a kernel, which prints the rank and fails. DeepEP has its own limit. If
@@ -128,7 +130,7 @@ class ExpertParallel:
         combine: str = "exact",
         payload: str | None = None,
         tokens_per_rank: int | None = None,
-        transport: str = "auto",
+        transport: str | Transport = "auto",
         timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         options: dict[str, Any] = {"placement": as_option(placement), "combine": combine, "payload": payload}
@@ -136,7 +138,7 @@ class ExpertParallel:
         options |= {"transport": transport, "timeout": timeout}
         group = group_of(_NAME, group)
         # before any check that may fail on one rank, for which the others would wait
-        agree(_NAME, group, {"num_experts": num_experts, **options})
+        agree(_NAME, group, {"num_experts": num_experts, **options, "transport": transport_option(transport)})
         self._begin(num_experts, group, **options)
 
     def _begin(
@@ -148,7 +150,7 @@ class ExpertParallel:
         combine: str,
         payload: str | None,
         tokens_per_rank: int | None,
-        transport: str,
+        transport: str | Transport,
         timeout: float,
     ) -> None:
         self.group = group
@@ -162,7 +164,7 @@ class ExpertParallel:
             transport=transport,
         )
         self.combines, self.payload = combine, payload
-        self._name_of_transport = transport
+        self._given_transport = transport
         self._place(placement_of(_NAME, placement, self.num_experts, self.group.nranks))
         self._layer = number_of_layer(self.group, self._placement.slots_per_rank)
         self._calls, self._is_closed = 0, False
@@ -170,18 +172,25 @@ class ExpertParallel:
 
     def _place(self, placement: Placement) -> None:
         """Set the placement of experts, and connect the ranks for it; every rank calls it."""
-        group, slots, name = self.group, placement.slots_per_rank, self._name_of_transport
+        group, slots, given = self.group, placement.slots_per_rank, self._given_transport
         self._placement, self.placement = placement, placement.ranks
         self.local_experts = placement.experts[group.rank]
         self.num_local_experts = len(self.local_experts)
         self.first_expert = self.local_experts[0] if self.local_experts else 0
         self._slots = None if placement.is_even else Slots(placement)
-        self._peers: Peers | DeepEP | None = None
-        if name == "deepep" and group.nranks > 1:
-            self._peers = DeepEP(group, placement.num_slots)
-        if name == "peer" and group.nranks > 1 and self.tokens_per_rank is not None:
+        self._peers: Peers | TokenExchange | None = None
+        self._transport: LineTransport = Alone()
+        if group.nranks == 1:
+            return
+        name = given if isinstance(given, str) and given not in ("peer", "deepep") else "auto"
+        self._transport = transport_for(name, group, self.timeout)
+        if given == "peer" and self.tokens_per_rank is not None:
             self._peers = Peers(buffers_of(group), self.tokens_per_rank, slots, self.payload, self.timeout)
-        self._transport = transport_for(name if self._peers is None else "auto", group, self.timeout)
+        own = DeepEP() if given == "deepep" else given
+        if isinstance(own, TokenTransport):
+            self._peers = TokenExchange(connected(own, group, placement.num_slots), slots)
+        elif isinstance(own, LineTransport):
+            self._transport = CheckedLines(connected(own, group, placement.num_slots))
 
     def _move(self, placement: Placement) -> None:
         """Set another placement; every rank calls it, between two steps."""
@@ -221,7 +230,7 @@ class ExpertParallel:
             probs: float32 [T, K].
             capacity: maximum of this rank's slots per expert; the others are dropped. None: no limit.
             validate: as in `route`. True also raises, on every rank, if a rank's tokens are not finite (without
-                ``tokens_per_rank``, and not with "deepep").
+                ``tokens_per_rank``, and not with a `TokenTransport`).
             copy: False: with ``transport="peer"`` under ``paddle.no_grad``, ``received.tokens`` is a view of memory
                 that ranks share. Read it before the next dispatch, combine or backward pass of any layer of the group:
                 from then on other ranks overwrite it, and a backward pass that would read it raises a RuntimeError.
@@ -234,9 +243,10 @@ class ExpertParallel:
         Raises:
             TypeError: an argument of the wrong type or dtype.
             ValueError: an argument of the wrong value or shape; bad data (see ``validate``); ``x`` requires a gradient
-                on some ranks only (not checked with ``tokens_per_rank`` or "deepep").
+                on some ranks only (not checked with ``tokens_per_rank`` or a `TokenTransport`).
             RuntimeError: a rank did not arrive in time (see ``timeout``), or raised one of these errors (not reported
-                with ``tokens_per_rank`` or "deepep"); this object was closed, or its group destroyed.
+                with ``tokens_per_rank`` or a `TokenTransport`, as "deepep" is); this object was closed, or its group
+                destroyed.
         """
         return _dispatch(x, ids, probs, self, capacity, validate, copy)
 
@@ -301,9 +311,10 @@ class ExpertParallel:
         return Step(call, Kind.DISPATCH, mode)
 
     def __repr__(self) -> str:
+        own = self._given_transport if isinstance(self._given_transport, Transport) else self._transport
         return (
             f"ExpertParallel({self.num_experts} experts on ranks {self.group.ranks}, combine={self.combines!r}, "
-            f"{type(self._transport).__name__}, layer {self._layer})"
+            f"{type(own).__name__}, layer {self._layer})"
         )
 
 
@@ -423,7 +434,7 @@ def _dispatch_to_peers(
     ids: Tensor,
     probs: Tensor,
     ep: ExpertParallel,
-    peers: Peers | DeepEP,
+    peers: Peers | TokenExchange,
     capacity: int | None,
     validate: bool | None,
     copy: bool,
@@ -444,7 +455,7 @@ def _dispatch_to_peers(
         ids = kept_ids(ids, plan)
     if ep._slots is not None:
         ids = ep._slots.of_ids(ids)
-    if isinstance(peers, DeepEP) or ep.combines == "reduced":
+    if isinstance(peers, TokenExchange) or ep.combines == "reduced":
         arrived = peers.dispatch(x, ids, probs, step)
         ep._calls += 1
         dropped = arrived.dropped if capacity is None else plan.overflow + arrived.dropped
@@ -464,7 +475,9 @@ def _dispatch_to_peers(
     )
 
 
-def _tokens_of_peers(got: Any, peers: Peers | DeepEP, ep: ExpertParallel, routed: Tensor, dropped: Tensor) -> Received:
+def _tokens_of_peers(
+    got: Any, peers: Peers | TokenExchange, ep: ExpertParallel, routed: Tensor, dropped: Tensor
+) -> Received:
     """Return received tokens with ``combine="reduced"``."""
     local = ep._plan_of_received(got.plan)
     return Received(
@@ -493,7 +506,7 @@ def _combine(out: Tensor, received: Received) -> Tensor:
     if isinstance(back, WayBackToPeers):
         what = _OF_TOKENS if back.plan is None else _OF_ROWS
         _checks.rows(name, "out", out, _checks.SUM_DTYPES, back.num_lines, f", {what}")
-        if back.plan is None or isinstance(back.peers, DeepEP):
+        if back.plan is None or isinstance(back.peers, TokenExchange):
             return back.peers.combine(out, back.trip)
         rows = back.peers.combine_rows(out, back.trip)
     else:

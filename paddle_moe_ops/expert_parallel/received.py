@@ -12,8 +12,8 @@ from paddle import Tensor
 from ..routing import Plan
 from .agreement import LayerCall
 from .alltoall import Chunks, Counts
-from .deep_ep import DeepEP
 from .peer import Peers
+from .tokens import TokenExchange
 
 __all__ = ["Received", "WayBack", "WayBackToPeers"]
 
@@ -26,7 +26,8 @@ class Received:
         plan: the local plan, which maps the R tokens to rows of this rank's experts.
         rows: with ``combine="exact"`` [N, d], the rows of the local experts in expert order; otherwise None.
         tokens: with ``combine="reduced"`` [R, d], the received tokens, in the order of ranks; otherwise None.
-        probs: with ``combine="reduced"`` float32 [R, K], their probabilities; otherwise None.
+        probs: with ``combine="reduced"`` float32 [R, K], their probabilities; otherwise None. A `TokenTransport` may
+            return tokens in another order, and probabilities of another number of columns.
         tokens_per_expert: rows of each local expert, ints for `grouped_gemm`. With ``tokens_per_rank`` an int32 tensor;
             ``rows`` on a GPU then may have more rows than its sum. On a rank without experts it is empty, and the plan
             has 0 experts.
@@ -65,9 +66,9 @@ class WayBack:
 
 @dataclass(frozen=True, eq=False)
 class WayBackToPeers:
-    """The state of a dispatch for `combine` with transport "peer" or "deepep"."""
+    """The state of a dispatch for `combine` with transport "peer" or a `TokenTransport`."""
 
-    peers: Peers | DeepEP
+    peers: Peers | TokenExchange
     trip: Any
     num_lines: int  # received tokens or rows, or their maximum
     plan: Plan | None  # of the rows that return, with combine="exact"

@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import paddle
 from paddle import Tensor
@@ -26,6 +26,7 @@ from .. import _checks
 from .._graphs import context_manager, dense, filled
 from ..backends import compiled_backend, direct, resolve
 from .agreement import Step, is_gloo
+from .protocol import LineTransport
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
@@ -33,7 +34,6 @@ __all__ = [
     "Alone",
     "Rendezvous",
     "Scatters",
-    "Transport",
     "checked_timeout",
     "transport_for",
 ]
@@ -282,52 +282,17 @@ def _waits_of(group: Group) -> _Waits:
     return _waits_of_groups[key]
 
 
-class Transport(Protocol):
-    """A way to exchange lines between the ranks of one group."""
-
-    def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int], step: Step) -> Tensor:
-        """Send each rank its lines, and receive those for this rank.
-
-        Args:
-            payload: [sum(sent), ...], contiguous; lines for rank 0, then for rank 1, ...
-            sent: number of lines for each rank, this one included.
-            received: number of lines from each rank, this one included.
-            step: the pass of the exchange, which is compared between ranks.
-
-        Returns:
-            [sum(received), ...] in the order of the ranks, dtype and place of the payload. If the device finds that
-            ranks are in different calls, floating-point numbers are NaN.
-
-        Raises:
-            RuntimeError: a rank did not answer, or the host finds that ranks are in different calls.
-        """
-
-    def exchange_numbers(self, numbers: Tensor, step: Step) -> Tensor:
-        """Send each rank its line, and receive those for this rank; the host waits, for a limited time.
-
-        Args:
-            numbers: int32 [P, ...], contiguous.
-            step: as above; if the host compares it later, it is part of the numbers.
-
-        Returns:
-            the same shape.
-
-        Raises:
-            RuntimeError: a rank did not answer, or did not arrive in time.
-        """
-
-
-class Alone:
+class Alone(LineTransport):
     """The transport of a group of one rank."""
 
-    def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int], step: Step) -> Tensor:
-        return payload.detach().clone()
+    def exchange(self, lines: Tensor, sent: Sequence[int], received: Sequence[int], step: Step) -> Tensor:
+        return lines.detach().clone()
 
     def exchange_numbers(self, numbers: Tensor, step: Step) -> Tensor:
         return numbers.clone()
 
 
-class AllToAll:
+class AllToAll(LineTransport):
     """The transport by `paddle.distributed.alltoall_single`, for NCCL and every other backend that supports it.
 
     The host reads only the counts of lines. So ranks exchange a code of the pass before its first lines, and the device
@@ -341,8 +306,8 @@ class AllToAll:
     def __init__(self, group: Group, timeout: float) -> None:
         self._group, self._rendezvous = group, Rendezvous(group, timeout)
 
-    def exchange(self, payload: Tensor, sent: Sequence[int], received: Sequence[int], step: Step) -> Tensor:
-        lines, rank = _as_bytes(payload), self._group.rank
+    def exchange(self, lines: Tensor, sent: Sequence[int], received: Sequence[int], step: Step) -> Tensor:
+        payload, lines, rank = lines, _as_bytes(lines), self._group.rank
         codes = self._codes_of(step)
         width = lines.shape[1]
         if width == 0:
@@ -386,7 +351,7 @@ class AllToAll:
         return out
 
 
-class Scatters:
+class Scatters(LineTransport):
     """The transport by a scatter from each rank, one after another, for gloo, which has no all-to-all.
 
     The parts of one scatter have one size, so smaller ones are padded. Send and receive are no alternative: gloo
@@ -406,9 +371,9 @@ class Scatters:
         return self.exchange(numbers, ones, ones, step, _DISPATCH)
 
     def exchange(
-        self, payload: Tensor, sent: Sequence[int], received: Sequence[int], step: Step, function: str = _NAME
+        self, lines: Tensor, sent: Sequence[int], received: Sequence[int], step: Step, function: str = _NAME
     ) -> Tensor:
-        lines = _as_bytes(payload)
+        payload, lines = lines, _as_bytes(lines)
         words, arrived = self._rendezvous.call(function, lambda: self._scattered(lines, sent, received, step))
         step.check(words)
         return _from_bytes(paddle.concat(arrived), payload)
@@ -449,7 +414,7 @@ def _padded_parts(lines: Tensor, sent: Sequence[int], most: int) -> list[Tensor]
     return parts
 
 
-def transport_for(name: str, group: Group, timeout: float) -> Transport:
+def transport_for(name: str, group: Group, timeout: float) -> LineTransport:
     """Return the transport of a group by its name.
 
     Args:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from .. import _checks
 from ..expert_parallel.placement import as_option
+from ..expert_parallel.protocol import Transport
 from ..expert_parallel.transports import DEFAULT_TIMEOUT_S
 
 __all__ = ["MoEConfig", "config_of", "options_of", "with_group"]
@@ -86,7 +87,7 @@ class MoEConfig:
     combine: str = "exact"
     payload: str | None = None
     tokens_per_rank: int | None = None
-    transport: str = "auto"
+    transport: str | Transport = "auto"
     timeout: float = DEFAULT_TIMEOUT_S
     placement: Sequence[int] | None = None
 

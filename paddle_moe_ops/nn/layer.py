@@ -34,6 +34,7 @@ from ..expert_parallel.alltoall import check_travel
 from ..expert_parallel.dispatch import ExpertParallel, parallel_of_agreed, telling_of_errors
 from ..expert_parallel.parameters import mark_expert_parameters, start_as_one
 from ..expert_parallel.placement import placement_of
+from ..expert_parallel.protocol import transport_option
 from ..routing import Plan, planned
 from ._common import described, misnamed, sizes, warn_user, weight
 from ._counts import keep_first
@@ -155,6 +156,7 @@ class MoELayer(nn.Layer):
         else:
             group = group_of(_NAME, group)
         settings = {**vars(config), "the default dtype": paddle.get_default_dtype()}
+        settings["transport"] = transport_option(config.transport)
         with nullcontext() if group is None else raising_together(_NAME, group, settings):
             _checks.flag(_NAME, "expert_bias", config.expert_bias)
             num_shared_experts = _checks.integer(_NAME, "num_shared_experts", config.num_shared_experts, 0)

@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import paddle
 import pytest
 
-from paddle_moe_ops.expert_parallel import ExpertParallel
+from paddle_moe_ops.expert_parallel import DeepEP, ExpertParallel
 from paddle_moe_ops.nn import MoELayer
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
@@ -52,11 +53,11 @@ def test_dispatch_and_combine_have_the_results_of_one_process():
 
 
 def trained_layers(capacity_factor: float | None) -> list[list[Any]]:
-    """Outputs and gradients of one layer, over DeepEP and over gloo."""
+    """Outputs and gradients of one layer, over Paddle's module, another module and gloo."""
     fake_deep_ep.install()
     rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
     found = []
-    for transport in ("deepep", "auto"):
+    for transport in ("deepep", DeepEP(fake_deep_ep), "auto"):
         paddle.seed(3)
         options = {"combine": "reduced", "transport": transport, "capacity_factor": capacity_factor}
         layer = MoELayer(16, 8, 4, 2, group=group, **options)
@@ -73,13 +74,29 @@ def trained_layers(capacity_factor: float | None) -> list[list[Any]]:
 
 @pytest.mark.parametrize("capacity_factor", [None, 0.75])
 def test_a_layer_trains_as_it_does_over_gloo(capacity_factor):
-    for over_deep_ep, over_gloo in run(trained_layers, 2, capacity_factor=capacity_factor):
-        *got, dropped = over_deep_ep
+    for *over_deep_ep, over_gloo in run(trained_layers, 2, capacity_factor=capacity_factor):
         *expected, dropped_over_gloo = over_gloo
-        assert dropped == dropped_over_gloo
-        assert (dropped > 0) == (capacity_factor is not None)
-        for each, other in zip(got, expected, strict=True):
-            np.testing.assert_array_equal(each, other)
+        assert (dropped_over_gloo > 0) == (capacity_factor is not None)
+        for *got, dropped in over_deep_ep:
+            assert dropped == dropped_over_gloo
+            for each, other in zip(got, expected, strict=True):
+                np.testing.assert_array_equal(each, other)
+
+
+def shares_buffers() -> list[bool]:
+    """True where two layers share a buffer: both over the first of two modules, both over the second, and one each."""
+    modules = [SimpleNamespace(Buffer=type("Buffer", (fake_deep_ep.Buffer,), {})) for _ in range(2)]
+    layers = [ExpertParallel(4, combine="reduced", transport=DeepEP(each)) for each in modules * 2]
+    x, ids, probs = paddle.ones([3, 8], "bfloat16"), paddle.to_tensor([[0], [3], [-1]]), paddle.ones([3, 1])
+    received = [layer.dispatch(x, ids, probs) for layer in layers]
+    outs = [layer.combine(each.tokens, each) for layer, each in zip(layers, received, strict=True)]
+    assert [each.sum().item() for each in outs] == [16] * len(layers)
+    buffers = [each._way_back.trip.handle[0] for each in received]
+    return [buffers[one] is buffers[other] for one, other in ((0, 2), (1, 3), (0, 1))]
+
+
+def test_layers_over_one_module_share_a_buffer_and_those_over_another_have_theirs():
+    assert run(shares_buffers, 2) == [[True, True, False]] * 2
 
 
 def refused_options() -> list[str]:
@@ -102,10 +119,9 @@ def test_what_deep_ep_cannot_do_is_refused():
         "ValueError: ExpertParallel: combine must be 'reduced' with transport=\"deepep\", but got 'exact'",
         "ValueError: ExpertParallel: payload must be None with transport=\"deepep\", but got 'fp8_1x128'",
         'ValueError: ExpertParallel: tokens_per_rank must be None with transport="deepep", but got 4',
-        "TypeError: ExpertParallel.dispatch: x must be of dtype bfloat16 for transport='deepep', but got float32",
-        "ValueError: ExpertParallel.dispatch: x must be of a multiple of 8 columns for transport='deepep', but got "
-        "[2, 2]",
-        "TypeError: ExpertParallel.combine: out must be of dtype bfloat16 for transport='deepep', but got float32",
+        "TypeError: ExpertParallel.dispatch: x must be of dtype bfloat16 with DeepEP, but got float32",
+        "ValueError: ExpertParallel.dispatch: x must be of a multiple of 8 columns with DeepEP, but got [2, 2]",
+        "TypeError: ExpertParallel.combine: out must be of dtype bfloat16 with DeepEP, but got float32",
     ]
     assert run(refused_options, 2) == [expected, expected]
 
@@ -130,8 +146,7 @@ def test_numbers_of_ranks_without_settings_and_a_missing_module_are_refused():
         assert (
             ranks.call(on_odd_numbers, {})
             == [
-                "ValueError: ExpertParallel: group must be of a number of ranks that DeepEP has settings for, with "
-                "transport='deepep', but got 3"
+                "ValueError: ExpertParallel: group must be of a number of ranks that DeepEP has settings for, but got 3"
             ]
             * 3
         )

@@ -24,6 +24,7 @@ from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.dense import Options, assert_close, dense_layer
 
 from . import fake_deep_ep
+from .own_transports import MultiHot, OverAllGather, OverObjects
 from .problems import on_this_device, rounded_to_float8
 from .processes import run
 from .test_arguments_stay import state
@@ -71,6 +72,11 @@ WAYS = {
     "peer reduced float8": Way({"combine": "reduced", "payload": "fp8_1x128", **PEER}),
     "deepep placed": Way({"combine": "reduced", "transport": "deepep", "placement": (1, 0, 1, 1, 1, 1)}),
     "deepep": Way({"combine": "reduced", "transport": "deepep"}),
+    "own lines": Way({"combine": "exact", "transport": OverAllGather()}),
+    "own tokens": Way({"combine": "reduced", "transport": OverObjects()}),
+    "own multi-hot tokens placed": Way(
+        {"combine": "reduced", "transport": MultiHot(), "placement": (1, 0, 1, 1, 1, 1)}
+    ),
     "alltoall exact": Way({"combine": "exact"}, "stub"),
     "alltoall exact placed": Way({"combine": "exact", "placement": (1, 1, 0, 1, 1, 1)}, "stub"),
     "alltoall reduced": Way({"combine": "reduced"}, "stub"),
@@ -78,7 +84,7 @@ WAYS = {
     "alltoall parts of one size": Way(EQUAL_PARTS, "stub"),
     "alltoall parts of one size float8": Way({**EQUAL_PARTS, "payload": "fp8_1x128_ue8m0"}, "stub"),
 }
-SLOW = ("gloo float8", *(name for name in WAYS if "placed" in name))
+SLOW = ("gloo float8", *(name for name in WAYS if "placed" in name or "own" in name))
 EVERY_WAY = pytest.mark.parametrize(
     "way",
     [pytest.param(way, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, way in WAYS.items()],
