@@ -108,6 +108,7 @@ class SwiGLUExperts(nn.Layer):
         self.num_experts, self.hidden_size, self.intermediate_size = sizes(
             _NAME, num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size
         )
+        self._has_experts = True  # a bool, since Paddle cannot compare a Size where bytecode is traced
         self.gate_up = weight(self, [num_experts, hidden_size, 2 * intermediate_size], fan_in=hidden_size)
         self.down = weight(self, [num_experts, intermediate_size, hidden_size], fan_in=intermediate_size)
         self.gate_up_bias = self.down_bias = None
@@ -201,6 +202,7 @@ class SwiGLUExperts(nn.Layer):
     def experts_moved(self) -> None:
         """Adopt the number of experts of the parameters, for `expert_parallel.move_experts`."""
         self.num_experts = Size(self.gate_up.shape[0])
+        self._has_experts = self.num_experts > 0
         if self.float8_matrices is not None:
             self.float8_matrices.clear()
 
@@ -268,7 +270,7 @@ class SwiGLUExperts(nn.Layer):
             _checks.bad_value(_NAME, "tokens_per_expert", "None with a plan", type(tokens_per_expert).__name__)
         if plan is not None and padding_alignment != 1:
             _checks.bad_value(_NAME, "padding_alignment", "1 with a plan", padding_alignment)
-        if self.num_experts == 0:
+        if not self._has_experts:
             return without_experts(rows, self.parameters())
         sizes_of = self.num_experts, self.hidden_size, self.intermediate_size
         if combine:
