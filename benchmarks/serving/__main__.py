@@ -1,0 +1,188 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+r"""Times layers of experts of 1 to 1024 tokens on an NVIDIA GPU with PyTorch; Paddle is not needed.
+
+    python3 -m benchmarks.serving --core-library libpmo_core.so --commit COMMIT \
+        --out benchmarks/results/h200-serving.jsonl [--sglang fused_moe_triton_kernels.py]
+
+Forward passes in bfloat16, replays of CUDA graphs with a cold L2. A line of the result is one model and number of
+tokens: the floor (the bytes of the matrices of experts that have rows, at the fastest read of the process), ours from
+ids, which includes routing, ours with maps that are given, and SGLang's Triton kernels with maps that are given, tuned
+here. With ``--sglang`` the file of SGLang's wheel that has these kernels is loaded and run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import benchmarks.without_paddle  # noqa: F401  before the imports that need it
+from benchmarks.kernels.core_cuda import CudaCore, array_at
+from benchmarks.kernels.results import text_of
+from benchmarks.kernels.torch_device import gpu_facts
+from benchmarks.layer.inputs import Inputs
+from benchmarks.layer.library import LibraryLayer
+from benchmarks.layer.shapes import Shape
+from benchmarks.spread import time_fields
+from tests.core.operators.route import route_params
+
+from .models import MODELS, TOKENS
+from .peers import Peer
+
+_FLUSH_BYTES = 512 << 20  # several times the L2 of any GPU of today
+_READ_BYTES = 8 << 30
+_MOST_ERROR = 2e-2  # of the first token, relative to the norm
+_MAPS = ("token_rows", "row_to_token", "row_probs", "tokens_per_expert", "expert_offsets")
+
+
+class Files(NamedTuple):
+    """Code that is measured."""
+
+    core_library: Path
+    sglang: Path | None
+
+
+class Timer:
+    """Replays of CUDA graphs with a cold L2, in turns."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self._scratch = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
+
+    def samples_of(self, calls: list[Callable[[], Any]]) -> list[list[float]]:
+        """Microseconds of each call."""
+        events: list[list[tuple[Any, Any]]] = [[] for _ in calls]
+        for _ in range(self._samples + 1):
+            for made, call in zip(events, calls, strict=True):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.sum(self._scratch)
+                start.record()
+                call()
+                end.record()
+                made.append((start, end))
+        torch.cuda.synchronize()
+        return [[1000 * start.elapsed_time(end) for start, end in each[1:]] for each in events]
+
+    def bytes_per_us(self) -> float:
+        """The speed of the fastest large read."""
+        big = torch.zeros(_READ_BYTES // 4, dtype=torch.float32, device="cuda")
+        return _READ_BYTES / min(self.samples_of([lambda: torch.sum(big)])[0])
+
+
+def captured(call: Callable[[], Any]) -> Callable[[], None]:
+    """A replay of the call."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def routing_of(inputs: Inputs, core: CudaCore) -> Callable[[], None]:
+    """A call that makes the maps of the inputs from ids and probabilities; replaces them by its own."""
+    tokens, topk, experts = len(inputs.x), inputs.shape.topk, inputs.shape.experts
+    maps = {name: torch.empty(size, dtype=torch.int32, device="cuda") for name, size in (
+        ("token_rows", (tokens, topk)), ("row_to_token", tokens * topk), ("tokens_per_expert", experts),
+        ("expert_offsets", experts + 1), ("routed_per_expert", experts),
+    )}  # fmt: skip
+    maps["row_probs"] = torch.empty(tokens * topk, device="cuda")
+    given = {name: array_at(each) for name, each in maps.items()}
+    sizes = {"num_experts": experts, "topk": topk, "padding_alignment": 1, "num_rows": tokens * topk}
+    params = route_params(array_at(inputs.ids.int()), array_at(inputs.probs), **sizes, **given)
+    memory = torch.empty(max(core.workspace_bytes("route", params), 1), dtype=torch.uint8, device="cuda")
+    params.arrays["workspace"] = array_at(memory)
+    params.workspace, params.workspace_bytes = memory.data_ptr(), memory.numel()
+    inputs.token_rows, inputs.row_to_token, inputs.row_probs = (maps[name] for name in _MAPS[:3])
+    inputs.sizes, inputs.offsets = maps["tokens_per_expert"], maps["expert_offsets"]
+
+    def run() -> None:
+        core.run("route_permute", params, None)
+
+    run()
+    return run
+
+
+def line_of(model: str, tokens: int, timer: Timer, speed: float, core: CudaCore, files: Files) -> dict[str, Any]:
+    """The result of a model and a number of tokens."""
+    hidden, inner, experts, topk = MODELS[model]
+    inputs = Inputs(Shape(tokens, hidden, inner, experts, topk), "even", files.core_library)
+    touched = int((inputs.sizes > 0).sum())
+    line: dict[str, Any] = {"model": model, "tokens": tokens, "experts": touched}
+    line["floor_us"] = round(6 * touched * hidden * inner / speed, 1)
+    due = inputs.due(1)[0]
+    route = routing_of(inputs, core)
+    layer = LibraryLayer(inputs, keeps_hidden=False)
+
+    def whole() -> torch.Tensor:
+        route()
+        return layer.forward()[0]
+
+    found: list[tuple[str, Callable[[], None]]] = []
+    peers: dict[str, Callable[[], Callable[[], torch.Tensor]]] = {
+        "ours": lambda: whole,
+        "ours, maps given": lambda: lambda: layer.forward()[0],
+    }
+    if (file := files.sglang) is not None:
+        peers["SGLang, maps given"] = lambda: Peer(file, inputs, timer.samples_of).tuned()
+    for name, make in peers.items():
+        try:
+            call = make()
+            error = ((call()[:1].float() - due).norm() / due.norm()).item()
+            if error < _MOST_ERROR:
+                found.append((name, captured(call)))
+            else:
+                line[name] = {"error": f"out is {error:.3g} of its norm off"}
+        except Exception as failure:  # a peer's requirements differ between versions
+            line[name] = {"error": text_of(failure)}
+    for (name, _), samples in zip(found, timer.samples_of([call for _, call in found]), strict=True):
+        line[name] = time_fields(samples, digits=1)
+    return line
+
+
+def lines(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    timer, core = Timer(arguments.samples), CudaCore(arguments.core_library)
+    files = Files(arguments.core_library, arguments.sglang)
+    speed = timer.bytes_per_us()
+    date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    facts = {**gpu_facts(), "commit": arguments.commit, "date": date, "read_tbs": round(speed / 1e6, 3)}
+    yield {"machine": True, **facts, **({"sglang": arguments.sglang_version} if arguments.sglang else {})}
+    for model in arguments.models:
+        for tokens in arguments.tokens:
+            yield line_of(model, tokens, timer, speed, core, files)
+            torch.cuda.empty_cache()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--core-library", type=Path, required=True)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--samples", type=int, default=15)
+    parser.add_argument("--sglang", type=Path, help="SGLang's fused_moe_triton_kernels.py")
+    parser.add_argument("--sglang-version", default="unknown")
+    parser.add_argument("--commit", default="unknown", help="commit of the sources")
+    failed = False
+    arguments = parser.parse_args()
+    with arguments.out.open("w", encoding="utf-8") as file:
+        for line in lines(arguments):
+            failed |= any(isinstance(each, dict) and "error" in each for each in line.values())
+            print(json.dumps(line), flush=True)
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

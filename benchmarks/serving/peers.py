@@ -1,0 +1,179 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's layer of experts: the Triton kernel of its wheel, with tiles chosen here and plain kernels around it."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from benchmarks.layer.inputs import Inputs
+
+__all__ = ["Peer"]
+
+_COLUMNS = 1024  # of a program of the plain kernels
+_HEIGHTS = (16, 32, 64, 128)  # tile rows that are tried
+
+# Modules that the file imports, with the names that it takes from them. The kernel of bfloat16 calls none of these.
+_ABSENT: dict[str, tuple[str, ...]] = {
+    "sglang.kernels.jit.utils": ("is_arch_support_pdl",),
+    "sglang.kernels.ops.quantization.fp8_kernel": (
+        *("per_token_group_quant_fp8", "scaled_fp8_quant", "sglang_per_token_group_quant_fp8"),
+    ),
+    "sglang.kernels.ops.quantization.int8_kernel": (
+        *("per_token_group_quant_int8", "per_token_quant_int8", "sglang_per_token_group_quant_int8"),
+    ),
+    "sglang.srt.batch_invariant_ops": ("is_batch_invariant_mode_enabled",),
+    "sglang.srt.environ": ("envs",),
+    "sglang.srt.layers.moe.utils": ("get_moe_padding_size",),
+    "sglang.srt.utils": (
+        *("cpu_has_amx_support", "is_cpu", "is_hip", "is_sm90_supported", "direct_register_custom_op"),
+        *("get_bool_env_var", "is_cuda"),
+    ),
+}
+
+
+class _Settings:
+    """Environment variables of SGLang, all off."""
+
+    def __getattr__(self, name: str) -> Any:
+        return types.SimpleNamespace(get=lambda: False)
+
+
+def _kernel_of(file: Path) -> Any:
+    """The kernel, with stand-ins for the modules of SGLang that the file imports."""
+    for name, attributes in _ABSENT.items():
+        parents = name.split(".")
+        for count in range(1, len(parents)):
+            parent = sys.modules.setdefault(".".join(parents[:count]), types.ModuleType(".".join(parents[:count])))
+            parent.__path__ = []
+        module = sys.modules[name] = types.ModuleType(name)
+        for attribute in attributes:
+            setattr(module, attribute, lambda *_, attribute=attribute, **__: attribute == "is_cuda")
+    sys.modules["sglang.srt.environ"].envs = _Settings()  # type: ignore[attr-defined]
+    spec = importlib.util.spec_from_file_location("sglang_kernels", file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.fused_moe_kernel
+
+
+@triton.jit
+def _swiglu(hidden, act, inner, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < inner
+    gate = tl.load(hidden + row * 2 * inner + column, mask=inside).to(tl.float32)
+    up = tl.load(hidden + row * 2 * inner + inner + column, mask=inside).to(tl.float32)
+    tl.store(act + row * inner + column, (gate * tl.sigmoid(gate) * up).to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def _sum_rows(rows, out, width, TOPK: tl.constexpr, COLUMNS: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for slot in tl.static_range(TOPK):
+        total += tl.load(rows + (token * TOPK + slot) * width + column, mask=inside, other=0).to(tl.float32)
+    tl.store(out + token * width + column, total.to(tl.bfloat16), mask=inside)
+
+
+class Peer:
+    """A layer of SGLang's kernels; its maps are made once.
+
+    Args:
+        file: SGLang's file of kernels.
+        inputs: the operands.
+        samples_of: times calls.
+    """
+
+    def __init__(
+        self, file: Path, inputs: Inputs, samples_of: Callable[[list[Callable[[], Any]]], list[list[float]]]
+    ) -> None:
+        self._kernel, self._samples_of = _kernel_of(file), samples_of
+        tokens, hidden, inner, experts, topk = inputs.shape
+        slots, new = tokens * topk, inputs.x.new_empty
+        self._shape, self._x = inputs.shape, inputs.x
+        self._weights = inputs.probs.reshape(-1).contiguous()
+        self._matrices = [each.transpose(1, 2).contiguous() for each in (inputs.gate_up, inputs.down)]
+        self._hidden, self._act = new(slots, 2 * inner), new(slots, inner)
+        self._rows, self._out = new(slots, hidden), new(tokens, hidden)
+        self._maps = {height: _aligned(inputs.ids, height, experts) for height in _HEIGHTS}
+
+    def tuned(self) -> Callable[[], torch.Tensor]:
+        """The layer with the fastest tiles of each GEMM."""
+        _, hidden, inner, _, topk = self._shape
+        tiles = list(self._tiles())
+        first = self._fastest([self._launch(self._x, 0, self._hidden, False, topk, each) for each in tiles])
+        second = self._fastest([self._launch(self._act, 1, self._rows, True, 1, each) for each in tiles])
+        slots, tokens = len(self._act), len(self._out)
+
+        def forward() -> torch.Tensor:
+            first()
+            _swiglu[(slots, triton.cdiv(inner, _COLUMNS))](self._hidden, self._act, inner, _COLUMNS)
+            second()
+            _sum_rows[(tokens, triton.cdiv(hidden, _COLUMNS))](self._rows, self._out, hidden, topk, _COLUMNS)
+            return self._out
+
+        return forward
+
+    def _tiles(self) -> Iterator[dict[str, int]]:
+        tokens, _, _, experts, topk = self._shape
+        rows = tokens * topk / experts
+        heights = _HEIGHTS[:1] if rows <= 16 else _HEIGHTS[:3] if rows <= 64 else _HEIGHTS[2:]
+        for height, width, depth, warps, stages in itertools.product(heights, (64, 128), (64, 128), (4, 8), (3, 4)):
+            if (height, warps) == (16, 8) or (height >= 64 and (width, warps) == (128, 4)):
+                continue
+            names = "BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "num_warps", "num_stages"
+            yield dict(zip(names, (height, width, depth, 8 if height >= 64 else 1, warps, stages), strict=True))
+
+    def _fastest(self, calls: list[Callable[[], None]]) -> Callable[[], None]:
+        found = []
+        for call in calls:
+            try:
+                call()
+                found.append((min(self._samples_of([call])[0]), call))
+            except Exception:  # tiles that do not fit the GPU
+                continue
+        return min(found, key=lambda each: each[0])[1]
+
+    def _launch(
+        self, rows: torch.Tensor, which: int, out: torch.Tensor, is_weighted: bool, topk: int, tiles: dict[str, int]
+    ) -> Callable[[], None]:
+        matrix, (places, experts, total) = self._matrices[which], self._maps[tiles["BLOCK_SIZE_M"]]
+        _, width, depth = matrix.shape
+        grid = (triton.cdiv(len(places), tiles["BLOCK_SIZE_M"]) * triton.cdiv(width, tiles["BLOCK_SIZE_N"]),)
+        strides = *rows.stride(), matrix.stride(0), matrix.stride(2), matrix.stride(1), 0, 0, *out.stride()
+        # no scales
+        operands = rows, None, matrix, None, None, out, None, None, self._weights, places, experts, total, None
+        sizes = width, depth, len(places), len(out), *strides, *(0,) * 7
+        flags = ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "per_channel_quant", "c_sorted", "swap_ab")
+        flags = (*flags, "FUSE_ADD_TO_OUTPUT", "MASK_OUTPUT", "FUSE_SUM_ALL_REDUCE")
+        options = {**tiles, **dict.fromkeys(flags, False), "MUL_ROUTED_WEIGHT": is_weighted, "top_k": topk}
+        options |= {"compute_type": tl.bfloat16, "even_Ks": depth % tiles["BLOCK_SIZE_K"] == 0}
+        options["ROUTER_TOPK"] = self._shape.topk
+        return lambda: self._kernel[grid](*operands, *sizes, **options)
+
+
+def _aligned(ids: torch.Tensor, height: int, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """SGLang's maps: slots by expert, each expert's padded to tiles; the expert of each tile; the number of places."""
+    flat = ids.reshape(-1)
+    order, sizes = flat.argsort(stable=True), torch.bincount(flat, minlength=num_experts)
+    padded = (sizes + height - 1) // height * height
+    starts, firsts = padded.cumsum(0) - padded, sizes.cumsum(0) - sizes
+    places = torch.full((int(padded.sum()),), len(flat), dtype=torch.int32, device="cuda")
+    sorted_ids = flat[order]
+    places[starts[sorted_ids] + torch.arange(len(flat), device="cuda") - firsts[sorted_ids]] = order.int()
+    experts = torch.repeat_interleave(torch.arange(num_experts, device="cuda"), padded // height).int()
+    return places, experts, torch.tensor([len(places)], dtype=torch.int32, device="cuda")
