@@ -115,7 +115,7 @@ class PlainPass : public Pass {
       g.result = PMO_GROUPED_PLAIN;
       g.tile_rows = plan_.sum_tile_rows;
       g.weights = weights;
-      g.overlaps = has_few_rows_ && columns.first == 0;  // with the launch that makes `source`
+      g.only_x_is_new = has_few_rows_ && columns.first == 0;  // after the launch that makes `source`
       PMO_TRY(launch(g, source, matrix, f_.hidden, transpose, columns, kAllRows));
       return unpermute(columns, out, has_few_rows_);
     });

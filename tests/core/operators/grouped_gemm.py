@@ -82,7 +82,7 @@ class ProductParams(Params):
         (Bytes, "out hidden"),
         (Int32s, "counters"),
         (Floats, "d_weights"),
-        (Int, "dtype result transpose tile_rows gathers tile_columns sizes_kind offsets_kind overlaps"),
+        (Int, "dtype result transpose tile_rows gathers tile_columns sizes_kind offsets_kind only_x_is_new"),
         (Bytes, "sizes offsets"),
     )
 

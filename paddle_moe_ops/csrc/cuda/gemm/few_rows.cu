@@ -16,8 +16,8 @@
 //   warp 4        loads W by TMA in boxes of 64 columns
 //   warp 5        copies rows of X by cp.async, 16 bytes a lane; gathers token rows if row_to_token is given
 //
-// Overlap: loads run kStages K steps ahead and across tiles. With `overlaps`, the launch starts while the previous one ends, and its
-// first kStages loads of W precede the wait for X (cuda/ptx/dependent_launch.cuh).
+// Overlap: loads run kStages K steps ahead and across tiles. The launch may start while the previous one ends
+// (cuda/ptx/dependent_launch.cuh). With `only_x_is_new`, its first kStages loads of W precede the wait for X.
 //
 // Work: 2 M K N FLOPs. Bytes: the matrices of experts that have rows once from memory; X once per 128 columns, from the L2.
 #include "cuda/gemm/few_rows.h"
@@ -55,6 +55,7 @@ struct Params {
   int num_rows, num_experts, inner, first_column, width;
   int up_offset;  // columns from a gate to its up projection in the matrix
   int column_tiles;
+  bool only_x_is_new;
 };
 
 #ifdef PMO_SM90A
@@ -255,11 +256,13 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_few_rows(const __gri
   __shared__ Shared shared;
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&p.matrix);
-    start_next_kernel();
     for (uint64_t& each : shared.full) mbarrier_init(&each, 1 + kWarpSize);
     for (uint64_t& each : shared.empty) mbarrier_init(&each, kConsumerWarps);
     fence_mbarrier_init();
   }
+  if (!p.only_x_is_new) wait_for_previous_kernel();
+  // From here on all kernels but the previous one have completed, so that the next one may read what they made.
+  if (threadIdx.x == 0) start_next_kernel();
   const auto store = [&](int expert, int32_t first, int32_t stop, int32_t tiles) {
     shared.first[expert] = first;
     shared.stop[expert] = stop;
@@ -291,7 +294,7 @@ int launch_few_rows(const pmo_grouped_product_params& p, const Params& params, c
   if (const int status = limit.raise(kernel, device, kSharedBytes)) return status;
   const int64_t row_tiles = std::min(p.num_rows, p.num_rows / kRows + p.num_experts);
   const int64_t blocks = std::min<int64_t>(row_tiles * params.column_tiles, limits.multiprocessors);
-  const Grid grid = {static_cast<unsigned>(blocks), kThreads, kSharedBytes, false, p.overlaps != 0};
+  const Grid grid = {static_cast<unsigned>(blocks), kThreads, kSharedBytes, false, true};
   return launch("grouped_product", kernel, grid, stream, params);
 }
 
@@ -315,6 +318,7 @@ int few_rows_gemm(const pmo_grouped_product_params& p, cudaStream_t stream) {
   a.width = static_cast<int>(p.width);
   a.up_offset = static_cast<int>(p.outer / 2);
   a.column_tiles = static_cast<int>(divide_up(p.width, int64_t{is_gated ? 64 : 128}));
+  a.only_x_is_new = p.only_x_is_new != 0;
   Tensor matrix = {p.matrix, 3, {p.outer, p.inner, p.num_experts}, {p.outer, p.outer * p.inner}, {64, kTileK, 1}};
   if (p.transpose) std::swap(matrix.sizes[0], matrix.sizes[1]);
   matrix.strides[0] = matrix.sizes[0];

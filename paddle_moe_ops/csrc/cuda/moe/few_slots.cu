@@ -16,6 +16,7 @@
 // Bytes moved: (T + N) (H + S) elements; every CTA reads the ids from the L2.
 #include "cuda/moe/fused.cuh"
 #include "cuda/moe/fused_route.cuh"
+#include "cuda/ptx/dependent_launch.cuh"
 
 namespace pmo {
 namespace cuda {
@@ -168,6 +169,7 @@ __global__ void __launch_bounds__(kFewThreads, 4) few_slots(const __grid_constan
   __shared__ int32_t counts[kMaxFusedExperts];
   __shared__ uint32_t sums[kFewWords + 1][kFewThreads / kWarpSize];
   __shared__ int32_t rows[kFewTopk + 1];  // of the token's slots; [kFewTopk]: number of all routed slots
+  start_next_kernel();
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
   const int32_t job = static_cast<int32_t>(blockIdx.x) - 1, token = job < 0 ? 0 : job / parts, part = job - token * parts;
   const bool has_token = job >= 0 && token < work.num_tokens;  // other CTAs count, or only zero padding

@@ -67,9 +67,9 @@ typedef struct pmo_grouped_product_params {
   // Of the kernel for few rows:
   int32_t sizes_kind;
   int32_t offsets_kind;
-  int32_t overlaps;     // not 0: the previous launch of the stream was one of this kernel, and made no other input than x
-  const void* sizes;    // [E]
-  const void* offsets;  // [E] or NULL
+  int32_t only_x_is_new;  // not 0: the previous launch of the stream was one of this kernel, and made no other input than x
+  const void* sizes;      // [E]
+  const void* offsets;    // [E] or NULL
 } pmo_grouped_product_params;
 
 PMO_API int pmo_grouped_product_cuda(const pmo_grouped_product_params* params, void* stream);

@@ -74,8 +74,7 @@ typedef struct pmo_unpermute_params {
   int32_t dtype;
   int32_t copy_single_row;  // also copy a token's only row when there are weights (Paddle's own behaviour)
   int32_t num_threads;
-  int32_t
-      overlaps;  // CUDA: not 0 if the previous launch of the stream made rows alone of the inputs, and lets this one start early
+  int32_t overlaps;  // CUDA: not 0 if the previous launch of the stream made no other input than rows; this one may start early
 } pmo_unpermute_params;
 
 PMO_API int pmo_unpermute_cpu(const pmo_unpermute_params* params, void* stream);
