@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Token permutation operators of Mixture-of-Experts models for PaddlePaddle.
+"""Mixture-of-Experts for PaddlePaddle, from moving tokens to their experts up to the whole layer.
 
 Importing the package registers the compiled operators with Paddle, so that programs saved with them load; it compiles
 nothing and imports no Triton. If Paddle or the library is missing or too old, the import still works: the first call of
@@ -31,7 +31,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_SUBMODULES})
+    return sorted({*__all__, *_SUBMODULES})
 
 
 if _build_check.paddle_problem() is None:

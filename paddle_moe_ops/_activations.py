@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import get_args
 
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
 
 from ._graphs import float32, in_float32, to_dtype, without_autocast
+from ._options import Activation
 
 try:
     from paddle.nn.functional import swiglu
@@ -61,4 +63,4 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu_tanh": functools.partial(_composed, _geglu_tanh),
     "swiglu_oai": functools.partial(_composed, _swiglu_oai),
 }
-ACTIVATIONS = tuple(FUNCTIONS)
+ACTIVATIONS: tuple[str, ...] = get_args(Activation)

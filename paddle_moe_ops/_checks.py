@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import numpy as np
 import paddle
@@ -21,6 +21,7 @@ from paddle import Tensor
 
 from . import _env
 from ._graphs import GraphValue, context_manager, dtype_name, forget_failed_trace, is_graph_value
+from ._options import QuantizeFormat, ScaleLayout
 from .backends import QuantizeSpec, Validation
 
 MAX_EXPERTS = 2**16
@@ -32,8 +33,8 @@ _NO_PLACE = paddle.base.core.Place()  # the place of empty tensors that recomput
 _WIDENED = (paddle.bfloat16, paddle.float16)  # float32 represents their values exactly
 
 UE8M0 = "fp8_1x128_ue8m0"
-QUANTIZE_FORMATS = (None, "fp8_1x128", UE8M0)
-SCALE_LAYOUTS = ("row", "col")
+QUANTIZE_FORMATS = get_args(QuantizeFormat)
+SCALE_LAYOUTS = get_args(ScaleLayout)
 AMAX_LIMITS = (2.0**-100, (2 - 2.0**-23) * 2.0**127)
 
 

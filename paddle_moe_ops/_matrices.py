@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import paddle
 from paddle import Tensor, nn
 
 from . import _checks
 from ._graphs import is_graph_value, to_dtype
+from ._options import ComputeFormat, Keep
 from .backends import Backend, Matrices, accumulated, stack_or_view, why_not
 from .backends.deferred import FLEET, reducing_wrapper, why_not_deferred
 from .backends.quantized import FLOAT8_FORMAT, FORMATS, QuantizedMatrices, as_quantized
@@ -33,7 +34,7 @@ __all__ = [
     "stacked",
 ]
 
-COMPUTE = (None, "fp8_1x128")
+COMPUTE = get_args(ComputeFormat)
 EVEN_COLUMNS = "of 2 * n columns, n of the gate and n that it gates, n >= 1"
 
 
@@ -175,7 +176,7 @@ def check_memory_options(
     function: str, keep: str, workspace_mb: int, accumulate: bool, compute: str | None, defer_dw: bool | str = False
 ) -> None:
     """Check the options of `moe_mlp` about memory, and about the time at which it computes gradients of matrices."""
-    _checks.choice(function, "keep", keep, ("h", "x", "h_fp8"))
+    _checks.choice(function, "keep", keep, get_args(Keep))
     if keep == "h_fp8" and compute is None:
         _checks.bad_value(function, "keep", "'h' or 'x' without compute", repr(keep))
     _checks.integer(function, "workspace_mb", workspace_mb, 1)

@@ -33,3 +33,7 @@ __all__ = [
     "token_combine",
     "token_dispatch",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

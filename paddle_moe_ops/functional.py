@@ -7,20 +7,21 @@ T tokens, H hidden size, K slots per token, E experts, N rows of the permuted bu
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import paddle
 from paddle import Tensor
 
 from . import _checks
 from ._graphs import float32, public, to_dtype
+from ._options import FillPadding, QuantizeFormat, ScaleLayout
 from ._quick import AMAX_MIN, quick_moe_permute, quick_moe_unpermute, quick_permute, quick_unpermute
 from .backends import Maps, MoePermuteSpec, MoeUnpermuteSpec, RouteSpec, resolve
 from .routing import Plan, as_plan, check_weights, rows_of, tokens_of
 
 __all__ = ["moe_permute", "moe_unpermute", "permute", "sort_chunks", "unpermute"]
 
-FILL_PADDING = ("all", "meta", "none")
+FILL_PADDING = get_args(FillPadding)
 
 
 @public("x", quick=quick_permute)
@@ -29,10 +30,10 @@ def permute(
     plan: Plan,
     scale: Tensor | None = None,
     *,
-    quantize: str | None = None,
-    scale_layout: str = "row",
+    quantize: QuantizeFormat = None,
+    scale_layout: ScaleLayout = "row",
     amax_min: float = AMAX_MIN,
-    fill_padding: str = "all",
+    fill_padding: FillPadding = "all",
 ) -> tuple[Tensor, Tensor | None]:
     """Copy every token to its rows, as it is or quantised to float8.
 
@@ -211,7 +212,7 @@ def moe_permute(
     override_buffer_size: int = -1,
     name: str | None = None,
     *,
-    fill_padding: str = "all",
+    fill_padding: FillPadding = "all",
     return_overflow: bool = False,
     validate: bool | None = None,
 ) -> tuple[Tensor, ...]:
@@ -434,3 +435,7 @@ def move_rows(tokens: Tensor, slot_to_row: Tensor, row_to_token: Tensor) -> Tens
     token_rows = paddle.sort(slot_to_row, axis=-1) if slot_to_row.shape[1] > 1 else slot_to_row
     maps = Maps(slot_to_row, token_rows, row_to_token)
     return resolve("permute", tokens).permute(tokens, None, maps, "all")[0]
+
+
+def __dir__() -> list[str]:
+    return __all__

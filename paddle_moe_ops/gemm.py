@@ -8,7 +8,7 @@ M rows in all, D the inner and N the outer size of a matrix, E experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import paddle
 from paddle import Tensor, nn
@@ -16,6 +16,7 @@ from paddle import Tensor, nn
 from . import _checks
 from ._graphs import is_graph_value, is_on_gpu, public, to_dtype
 from ._matrices import Matrices, in_dtype, listed, matrices, named, stacked
+from ._options import WeightsBy
 from .backends import GemmSpec, resolve
 from .functional import move_rows
 from .routing import Plan, as_plan, check_weights, row_probs, rows_of, tokens_of
@@ -36,7 +37,7 @@ def grouped_gemm(
     plan: Plan | None = None,
     permute_x: bool = False,
     topk_weights: Tensor | None = None,
-    weights_by: str | None = None,
+    weights_by: WeightsBy = None,
     permute_y: bool = False,
     bias: Tensor | Sequence[Tensor] | nn.ParameterList | None = None,
 ) -> Tensor:
@@ -117,7 +118,7 @@ def grouped_gemm(
     _checks.flag(name, "transpose", transpose)
     _checks.flag(name, "permute_x", permute_x)
     _checks.flag(name, "permute_y", permute_y)
-    _checks.choice(name, "weights_by", weights_by, (None, "row", "slot"))
+    _checks.choice(name, "weights_by", weights_by, get_args(WeightsBy))
     W, bias = listed(W), listed(bias)
     if plan is not None:
         plan = as_plan(name, plan)
@@ -226,3 +227,7 @@ def _row_counts(function: str, argument: str, value: Any, length: int) -> list[i
     if len(value) != length:
         _checks.bad_value(function, argument, f"of length {length}", f"length {len(value)}")
     return [_checks.integer(function, f"{argument}[{i}]", item, 0) for i, item in enumerate(value)]
+
+
+def __dir__() -> list[str]:
+    return __all__

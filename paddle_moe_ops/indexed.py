@@ -17,3 +17,7 @@ __all__ = [
     "torch_grouped_gemm",
     "unpermute",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -47,3 +47,7 @@ __all__ = [
     "unpermute_with_mask_map",
     "unpermute_with_mask_map_bwd_with_merging_probs",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -8,7 +8,7 @@ T tokens of d columns, K slots each, N rows, E experts of inner size n.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import paddle
 from paddle import Tensor, nn
@@ -32,6 +32,7 @@ from ._matrices import (
     quantized_pair,
 )
 from ._native import native
+from ._options import Activation, ComputeFormat, Keep, WeightsBy
 from ._quick import quick_moe_mlp
 from .backends import (
     Float8Matrices,
@@ -67,15 +68,15 @@ def moe_mlp(
     gate_up: Tensor | Sequence[Tensor] | nn.ParameterList | QuantizedMatrices,
     down: Tensor | Sequence[Tensor] | nn.ParameterList | QuantizedMatrices,
     *,
-    activation: str = "swiglu",
+    activation: Activation = "swiglu",
     transpose: bool = False,
-    weights_by: str | None = None,
-    keep: str = "h",
+    weights_by: WeightsBy = None,
+    keep: Keep = "h",
     workspace_mb: int = 1024,
     accumulate: bool = False,
     gate_up_bias: Tensor | Sequence[Tensor] | nn.ParameterList | None = None,
     down_bias: Tensor | Sequence[Tensor] | nn.ParameterList | None = None,
-    compute: str | None = None,
+    compute: ComputeFormat = None,
     float8_matrices: Float8Matrices | None = None,
     defer_dw: bool | Literal["fleet"] = False,
 ) -> Tensor:
@@ -405,7 +406,7 @@ def _check(
     """Check all arguments, and return the plan."""
     activation, transpose, weights_by, keep, workspace_mb, accumulate, compute, defer_dw = options
     _checks.choice(_NAME, "activation", activation, ACTIVATIONS)
-    _checks.choice(_NAME, "weights_by", weights_by, (None, "row", "slot"))
+    _checks.choice(_NAME, "weights_by", weights_by, get_args(WeightsBy))
     _checks.flag(_NAME, "transpose", transpose)
     check_memory_options(_NAME, keep, workspace_mb, accumulate, compute, defer_dw)
     has_biases = any(each is not None for each in biases.values())

@@ -31,6 +31,7 @@ from paddle import Tensor, nn
 from . import _checks
 from ._graphs import public
 from ._matrices import EVEN_COLUMNS, Matrices, listed, matrices, named
+from ._options import MatrixFormat, RowFormat, ScaleLayout
 from .backends import connect_experts, resolve
 from .backends.layers import quantized_matrices
 from .backends.quantized import FLOAT8_FORMAT, FORMATS, QuantizedMatrices
@@ -41,7 +42,7 @@ __all__ = ["QuantizedMatrices", "dequantize_1x128", "quantize_1x128", "quantize_
 
 @public()
 def quantize_1x128(
-    x: Tensor, *, ue8m0: bool = False, scale_layout: str = "row", amax_min: float = 1e-4
+    x: Tensor, *, ue8m0: bool = False, scale_layout: ScaleLayout = "row", amax_min: float = 1e-4
 ) -> tuple[Tensor, Tensor]:
     """Quantise rows to float8 with a scale for each 128 columns, by the rule of this module.
 
@@ -78,7 +79,7 @@ def quantize_1x128(
 
 @public()
 def dequantize_1x128(
-    codes: Tensor, scales: Tensor, *, scale_layout: str = "row", dtype: Any = paddle.bfloat16
+    codes: Tensor, scales: Tensor, *, scale_layout: ScaleLayout = "row", dtype: Any = paddle.bfloat16
 ) -> Tensor:
     """Multiply codes by their scales.
 
@@ -125,7 +126,7 @@ def quantize_experts(
     gate_up: Tensor | Sequence[Tensor] | nn.ParameterList,
     down: Tensor | Sequence[Tensor] | nn.ParameterList,
     *,
-    format: str,
+    format: MatrixFormat,
     transpose: bool = False,
 ) -> tuple[QuantizedMatrices, QuantizedMatrices]:
     """Quantise the matrices of a layer of experts, for `moe_mlp`.
@@ -189,8 +190,8 @@ def quantized_experts(
     expert_fn: Callable[..., Tensor],
     expert_vjp: Callable[..., Any],
     *tensors: Tensor,
-    quantize: str = "fp8_1x128",
-    scale_layout: str = "row",
+    quantize: RowFormat = "fp8_1x128",
+    scale_layout: ScaleLayout = "row",
     amax_min: float = 1e-4,
 ) -> Tensor:
     """Quantise tokens while permuting them, run experts on the float8 rows, and connect the gradients.
@@ -263,7 +264,7 @@ def quantized_experts(
     return connect_experts(resolve(name, x), x, tensors, plan, spec, checked_fn, checked_vjp)
 
 
-def _quantized(given: Matrices, format: str, transpose: bool) -> QuantizedMatrices:
+def _quantized(given: Matrices, format: MatrixFormat, transpose: bool) -> QuantizedMatrices:
     """The codes of all matrices."""
     if format == FLOAT8_FORMAT:
         pairs = (
@@ -338,3 +339,7 @@ def _check_gradients(result: Any, shape: list[int], dtype: Any, tensors: tuple[T
         if gradient is not None:
             _checks.tensor(name, f"expert_vjp's gradient of tensors[{index}]", gradient, (tensor.dtype,), tensor.shape)
     return gradients
+
+
+def __dir__() -> list[str]:
+    return __all__

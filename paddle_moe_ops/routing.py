@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import paddle
 from paddle import Tensor
 
 from . import _checks
 from ._graphs import constant, float32, is_graph_value, known_sizes, public
+from ._options import Duplicates
 from .backends import Backend, RouteSpec, TopkSpec, Validation, resolve
 from .backends.base import Tensors
 
@@ -167,7 +168,7 @@ def route(
     tokens_per_expert: Any = None,
     buffer_size: int = -1,
     topk: int | None = None,
-    duplicates: str = "first",
+    duplicates: Duplicates = "first",
     capacity: int | Tensor | None = None,
     validate: bool | None = None,
 ) -> Plan:
@@ -242,7 +243,7 @@ def route(
         _checks.tensor(name, "probs", probs, (paddle.float32,), [num_tokens, columns])
     padding_alignment = _checks.integer(name, "padding_alignment", padding_alignment, 1)
     buffer_size = _checks.integer(name, "buffer_size", buffer_size, -1)
-    _checks.choice(name, "duplicates", duplicates, ("first", "each"))
+    _checks.choice(name, "duplicates", duplicates, get_args(Duplicates))
     if isinstance(capacity, Tensor) or is_graph_value(capacity):
         _checks.tensor(name, "capacity", capacity, _checks.ID_DTYPES, [])
     elif capacity is not None:
@@ -496,3 +497,7 @@ def row_probs(slot_probs: Tensor, maps: Any) -> Tensor:
 def slot_probs(row_probs: Tensor, maps: Any) -> Tensor:
     """float32 [T, K]: the probability of each slot's row, from [N], 0 without one; differentiable."""
     return resolve("row_id_map", row_probs).rows_to_slots(row_probs, maps)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -4,14 +4,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from paddle import Tensor
 
+from .._options import MatrixFormat
+
 __all__ = ["FLOAT8_FORMAT", "FORMATS", "QuantizedMatrices", "as_quantized"]
 
-FLOAT8_FORMAT = "fp8_128x128"
-FORMATS = ("int8", "int4", "int4_1x128", FLOAT8_FORMAT)  # in the order of pmo_matrix_format
+FLOAT8_FORMAT: MatrixFormat = "fp8_128x128"
+FORMATS: tuple[MatrixFormat, ...] = get_args(MatrixFormat)
 
 
 class QuantizedMatrices(NamedTuple):
@@ -52,7 +54,7 @@ class QuantizedMatrices(NamedTuple):
 
     codes: Tensor
     scales: Tensor
-    format: str
+    format: MatrixFormat
     transpose: bool = False
 
     def __repr__(self) -> str:

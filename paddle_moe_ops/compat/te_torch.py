@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import paddle
 from paddle import Tensor
 
 from .. import _checks
 from .._graphs import float32, is_graph_value, public, to_dtype
+from .._options import MapType
 from ..backends import resolve
 from ..functional import sort_chunks
 from ..routing import Plan, route
@@ -35,7 +36,7 @@ def moe_permute(
     routing_map: Tensor,
     num_out_tokens: int = -1,
     max_token_num: int = -1,
-    map_type: str = "mask",
+    map_type: MapType = "mask",
     *,
     scale: Tensor | None = None,
     num_experts: int | None = None,
@@ -68,7 +69,7 @@ def moe_permute(
         ValueError: an argument of the wrong value or shape; bad data.
     """
     name = "moe_permute"
-    _checks.choice(name, "map_type", map_type, ("mask", "index"))
+    _checks.choice(name, "map_type", map_type, get_args(MapType))
     _checks.tensor(name, "inp", inp, _checks.ROW_DTYPES, ["num_tokens", "hidden"])
     check_scale(name, scale, inp)
     if map_type == "mask":
@@ -185,7 +186,7 @@ def moe_unpermute(
     row_id_map: Tensor,
     merging_probs: Tensor | None = None,
     restore_shape: Any = None,
-    map_type: str = "mask",
+    map_type: MapType = "mask",
     probs: Tensor | None = None,
     pad_offsets: Tensor | None = None,
     *,
@@ -214,7 +215,7 @@ def moe_unpermute(
         ValueError: an argument of the wrong value or shape; both ``merging_probs`` and ``probs``; bad data.
     """
     name = "moe_unpermute"
-    _checks.choice(name, "map_type", map_type, ("mask", "index"))
+    _checks.choice(name, "map_type", map_type, get_args(MapType))
     if probs is not None and merging_probs is not None:
         _checks.bad_value(name, "probs", "None with merging_probs, whose old name it is", "both")
     weights = merging_probs if probs is None else probs

@@ -36,3 +36,7 @@ __all__ = [
     "shard_optimizer_state_dict",
     "shard_state_dict",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

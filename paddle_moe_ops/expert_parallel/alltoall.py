@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import paddle
@@ -20,6 +20,7 @@ from paddle import Tensor
 
 from .. import _checks
 from .._graphs import beside, filled, numbers_of
+from .._options import Combine, QuantizeFormat, TransportName
 from .._quick import AMAX_MIN
 from ..backends import QuantizeSpec, RouteSpec, Validation, compiled_backend, direct, resolve
 from ..backends.autograd import Call, Gradients, connect, linear
@@ -52,9 +53,9 @@ __all__ = [
 _NAME = "ExpertParallel"
 _DISPATCH, _COMBINE = f"{_NAME}.dispatch", f"{_NAME}.combine"
 _TRAVEL = {
-    "combine": ("exact", "reduced"),
-    "payload": (None, *_checks.QUANTIZE_FORMATS[1:]),
-    "transport": ("auto", "alltoall", "gloo", "peer", "deepep"),
+    "combine": get_args(Combine),
+    "payload": get_args(QuantizeFormat),
+    "transport": get_args(TransportName),
 }
 _NOT_FINITE, _TOKENS, _ABOUT = CALL_WORDS, CALL_WORDS + 1, CALL_WORDS + 2  # columns; those of experts come last
 

@@ -14,6 +14,7 @@ from paddle.distributed.communication.group import Group
 
 from .. import _checks
 from .._graphs import GraphValue, beside, context_manager, public
+from .._options import Combine, QuantizeFormat, TransportName
 from ..backends import RouteSpec, resolve
 from ..backends.autograd import wants_gradient
 from ..backends.base import Validation
@@ -127,10 +128,10 @@ class ExpertParallel:
         group: Any = None,
         *,
         placement: Sequence[int] | None = None,
-        combine: str = "exact",
-        payload: str | None = None,
+        combine: Combine = "exact",
+        payload: QuantizeFormat = None,
         tokens_per_rank: int | None = None,
-        transport: str | Transport = "auto",
+        transport: TransportName | Transport = "auto",
         timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         options: dict[str, Any] = {"placement": as_option(placement), "combine": combine, "payload": payload}

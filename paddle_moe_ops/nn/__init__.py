@@ -33,3 +33,7 @@ __all__ = [
     "router_z_loss",
     "set_is_first_microbatch",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -41,9 +41,9 @@ def misnamed(**names: str) -> Callable[[Callable[..., None]], Callable[..., None
 
 
 def warn_user(message: str) -> None:
-    """Warn about the line that called into the package."""
-    package, level, frame = __name__.partition(".")[0], 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+    """Warn about the line that called into the package, by Paddle's call of a layer or not."""
+    packages, level, frame = (__name__.partition(".")[0], "paddle"), 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in packages:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
 

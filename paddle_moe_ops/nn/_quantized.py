@@ -10,6 +10,7 @@ import paddle
 from paddle import Tensor, nn
 
 from .. import _checks
+from .._options import MatrixFormat
 from ..backends.layers import dequantized
 from ..backends.quantized import FLOAT8_FORMAT, FORMATS, QuantizedMatrices
 from ..quantization import quantize_experts
@@ -19,7 +20,7 @@ __all__ = ["codes_of", "matrices_of", "refuse_sharded_state", "replace_matrices"
 _MATRICES = ("gate_up", "down")
 
 
-def replace_matrices(experts: Any, name: str, matrix_format: str) -> None:
+def replace_matrices(experts: Any, name: str, matrix_format: MatrixFormat) -> None:
     """Replace the parameters ``gate_up`` and ``down`` of a layer by buffers of codes and scales.
 
     The buffers are transposed, [E, 2 * I, H] and [E, H, I], as float8 kernels read them. Float8 codes are int8 bytes:
@@ -49,7 +50,7 @@ def codes_of(experts: Any) -> tuple[Tensor, ...]:
     return experts.gate_up_codes, experts.gate_up_scales, experts.down_codes, experts.down_scales
 
 
-def matrices_of(codes: tuple[Tensor, ...], matrix_format: str) -> tuple[QuantizedMatrices, QuantizedMatrices]:
+def matrices_of(codes: tuple[Tensor, ...], matrix_format: MatrixFormat) -> tuple[QuantizedMatrices, QuantizedMatrices]:
     """The result of `codes_of` as matrices."""
     gate_up, gate_up_scales, down, down_scales = codes
     first = QuantizedMatrices(gate_up, gate_up_scales, matrix_format, True)

@@ -7,14 +7,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec
 
 from .. import _checks
+from .._options import Activation, Combine, ComputeFormat, Keep, QuantizeFormat, Scoring, TransportName
 from ..expert_parallel.placement import as_option
 from ..expert_parallel.protocol import Transport
 from ..expert_parallel.transports import DEFAULT_TIMEOUT_S
 
 __all__ = ["MoEConfig", "config_of", "options_of", "with_group"]
+
+_Arguments = ParamSpec("_Arguments")
 
 _NAME = "MoELayer"
 
@@ -69,7 +72,7 @@ class MoEConfig:
     topk: int
     num_shared_experts: int = 1
     _: KW_ONLY
-    scoring: str = "softmax"
+    scoring: Scoring = "softmax"
     correction_bias: bool = True
     norm_topk_prob: bool = True
     num_groups: int = 1
@@ -77,17 +80,17 @@ class MoEConfig:
     scores_per_group: int = 2
     scaling_factor: float = 1.0
     capacity_factor: float | None = None
-    keep: str = "h"
+    keep: Keep = "h"
     workspace_mb: int = 1024
     accumulate: bool = False
     defer_dw: bool | Literal["fleet"] = False
-    activation: str = "swiglu"
+    activation: Activation = "swiglu"
     expert_bias: bool = False
-    compute: str | None = None
-    combine: str = "exact"
-    payload: str | None = None
+    compute: ComputeFormat = None
+    combine: Combine = "exact"
+    payload: QuantizeFormat = None
     tokens_per_rank: int | None = None
-    transport: str | Transport = "auto"
+    transport: TransportName | Transport = "auto"
     timeout: float = DEFAULT_TIMEOUT_S
     placement: Sequence[int] | None = None
 
@@ -129,3 +132,17 @@ def with_group(of_config: inspect.Signature) -> inspect.Signature:
 
 
 _OF_CONFIG = inspect.signature(MoEConfig)
+
+if TYPE_CHECKING:
+
+    @dataclass(frozen=True)
+    class ConfigAndGroup(MoEConfig):
+        """The arguments of a `MoELayer`."""
+
+        _: KW_ONLY
+        group: Any = None
+
+    def taking(
+        arguments: Callable[_Arguments, Any],
+    ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, _Arguments], None]]:
+        """Tell type checkers that a constructor takes the arguments of another callable."""

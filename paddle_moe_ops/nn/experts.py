@@ -17,6 +17,7 @@ from .. import _checks
 from .._activations import ACTIVATIONS, FUNCTIONS, activate
 from .._graphs import is_graph_value, of_shape, public
 from .._matrices import check_compute, check_deferrable, check_destinations, check_memory_options
+from .._options import Activation, ComputeFormat, Keep, MatrixFormat
 from .._quick import quick_moe_mlp
 from ..backends import Float8Matrices, GemmSpec, accumulated, resolve
 from ..backends.experts import holds_others, is_default
@@ -30,7 +31,7 @@ from ..mlp import (
     prepared_quantized_layer,
 )
 from ..routing import Plan, as_plan, check_weights, row_probs, tokens_of
-from ._common import Size, casting_others, described, initial, sizes, weight
+from ._common import Size, casting_others, described, initial, sizes, warn_user, weight
 from ._counts import without_experts
 from ._gradients import GradientOptions, gradient_options, gradients_of_call, operand_of
 from ._quantized import codes_of, matrices_of, refuse_sharded_state, replace_matrices, values_of
@@ -86,13 +87,13 @@ class SwiGLUExperts(nn.Layer):
         hidden_size: int,
         intermediate_size: int,
         *,
-        keep: str = "h",
+        keep: Keep = "h",
         workspace_mb: int = 1024,
         accumulate: bool = False,
         defer_dw: bool | Literal["fleet"] = False,
-        activation: str = "swiglu",
+        activation: Activation = "swiglu",
         bias: bool = False,
-        compute: str | None = None,
+        compute: ComputeFormat = None,
     ) -> None:
         super().__init__()
         self.activation = _checks.choice(_NAME, "activation", activation, ACTIVATIONS)
@@ -101,7 +102,7 @@ class SwiGLUExperts(nn.Layer):
         check_compute(_NAME, compute, activation, bias)
         self.compute = compute
         self.float8_matrices = None if compute is None else Float8Matrices()
-        self.matrix_format: str | None = None
+        self.matrix_format: MatrixFormat | None = None
         self._name_in_errors = _NAME  # the layer that the user called
         options = {"keep": keep, "workspace_mb": Size(workspace_mb), "accumulate": accumulate, "defer_dw": defer_dw}
         self.memory_options: dict[str, Any] = options
@@ -142,7 +143,7 @@ class SwiGLUExperts(nn.Layer):
         refuse_sharded_state(self)
         return sharded_state_of_experts(self, structured_name_prefix)
 
-    def quantize(self, format: str) -> SwiGLUExperts:
+    def quantize(self, format: MatrixFormat) -> SwiGLUExperts:
         """Replace the weights by codes and scales, in place, to serve them.
 
         The weights become None, and the layer has the buffers ``gate_up_codes``, ``gate_up_scales``, ``down_codes`` and
@@ -247,8 +248,8 @@ class SwiGLUExperts(nn.Layer):
             is_first_microbatch: with ``compute``, whether the matrices have changed since the last call: True quantises
                 them and keeps the codes, 2 bytes for each element, or 1 if no gradient is required; False reuses these
                 codes; None quantises the matrices in each pass and ignores kept codes, unless `set_is_first_microbatch`
-                was called. Without ``compute`` it has no effect. In a static graph each pass quantises the matrices,
-                regardless of `set_is_first_microbatch`, and the argument must be None.
+                was called. Without ``compute`` it has no effect, and a warning says so. In a static graph each pass
+                quantises the matrices, regardless of `set_is_first_microbatch`, and the argument must be None.
 
         Returns:
             [N, H], in expert order; with ``combine`` [T, H].
@@ -412,6 +413,8 @@ def _combined(
     defer_dw: bool | str,
 ) -> Tensor:
     """Each expert on its tokens, and the sums of their rows; the sizes are E, H and I, ``name`` begins errors."""
+    if compute is None and is_first_microbatch is not None:
+        warn_user(f'{name}: is_first_microbatch has no effect without compute="fp8_1x128"')
     accumulate, defer_dw = gradients_of_call(name, x, training, accumulate=accumulate, defer_dw=defer_dw)
     if accumulate:
         _check_destinations(name, experts)
@@ -439,7 +442,7 @@ def _combined(
 def _combined_codes(
     x: Tensor,
     codes: tuple[Tensor, ...],
-    matrix_format: str,
+    matrix_format: MatrixFormat,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     sizes_of: tuple[int, int, int],

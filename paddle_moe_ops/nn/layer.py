@@ -8,7 +8,7 @@ import inspect
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import paddle
 from paddle import Tensor, nn
@@ -27,6 +27,7 @@ from .._graphs import (
     public,
     ready_for_matmul,
 )
+from .._options import MatrixFormat
 from ..backends import RouteSpec
 from ..backends.quantized import FLOAT8_FORMAT
 from ..expert_parallel.agreement import group_of, raising_together
@@ -42,6 +43,9 @@ from .config import MoEConfig, config_of, options_of, with_group
 from .experts import SwiGLUExperts
 from .losses import loss_of_load, normalised, router_z_loss
 from .router import TopKRouter, capacity_of
+
+if TYPE_CHECKING:
+    from .config import ConfigAndGroup, taking
 
 _NAME = "MoELayer"
 
@@ -140,6 +144,14 @@ class MoELayer(nn.Layer):
     """
 
     _load_count: Any = None  # the LoadCount of an `ExpertLoad`
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __init__(self, config: MoEConfig, /, *, group: Any = None) -> None: ...
+        @overload
+        @taking(ConfigAndGroup)
+        def __init__(self, *arguments: Any, **options: Any) -> None: ...
 
     @misnamed(top_k="topk")
     def __init__(self, *arguments: Any, group: Any = None, **options: Any) -> None:
@@ -304,7 +316,7 @@ class MoELayer(nn.Layer):
         if self.parallel is not None:
             self.parallel.close()
 
-    def quantize_experts(self, format: str) -> MoELayer:
+    def quantize_experts(self, format: MatrixFormat) -> MoELayer:
         """Replace the experts' weights by codes and scales, in place, to serve them; see `SwiGLUExperts.quantize`.
 
         The router and the shared experts stay as they are.

@@ -8,7 +8,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import paddle
@@ -26,11 +26,12 @@ from .._graphs import (
     without_autocast,
     without_gradients,
 )
+from .._options import Scoring
 from ..backends import TopkSpec, resolve
 from ..routing import check_groups
 from ._common import Size, casting_others, described, misnamed, sizes, warn_user, weight
 
-SCORING = ("softmax", "sigmoid")
+SCORING = get_args(Scoring)
 _INTEGERS = (paddle.int32, paddle.int64, paddle.int16, paddle.int8, paddle.uint8, paddle.bool)
 
 
@@ -109,7 +110,7 @@ class TopKRouter(nn.Layer):
         num_experts: int,
         topk: int,
         *,
-        scoring: str = "softmax",
+        scoring: Scoring = "softmax",
         correction_bias: bool = True,
         norm_topk_prob: bool = True,
         num_groups: int = 1,

@@ -102,3 +102,7 @@ __all__ = [
     "unpermute_backward",
     "unpermute_indexed",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -5,3 +5,9 @@
 `routing` draws the routings that occur, `equality` compares bits, `tolerances` bounds the error of sums in another
 order, `selftest` is ``python -m paddle_moe_ops selftest``.
 """
+
+from __future__ import annotations
+
+from .._submodules import imported_on_use
+
+__getattr__, __dir__ = imported_on_use(__name__)

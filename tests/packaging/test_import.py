@@ -4,7 +4,12 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,7 +39,7 @@ def test_every_public_name_exists():
 
 def test_submodules_are_imported_when_they_are_asked_for():
     names = [path.stem for path in PACKAGE.iterdir() if path.stem[0] != "_" and path.stem not in ("csrc", "py")]
-    internal = {"backends", "bench", "mlp", "rowmaps", "triton"}
+    internal = {"backends", "bench", "explaining", "mlp", "rowmaps", "triton"}
     code = (
         "import paddle_moe_ops\n"
         "before = set(sys.modules)\n"
@@ -121,3 +126,58 @@ def test_first_use_with_an_old_paddle_says_what_to_install():
 
 def test_marker_of_typed_packages_is_shipped():
     assert (PACKAGE / "py.typed").exists()
+
+
+def test_dir_lists_the_public_names_alone():
+    for name in ("paddle_moe_ops", *(f"paddle_moe_ops.{each}" for each in paddle_moe_ops._SUBMODULES)):
+        module = importlib.import_module(name)
+        listed = getattr(module, "__all__", ())
+        assert set(listed) <= set(dir(module))
+        assert {each for each in dir(module) if each[0] == "_"} <= {"__version__"}
+        for each in set(dir(module)) - {*listed}:
+            assert getattr(module, each).__name__ == f"{name}.{each}"
+
+
+def test_submodules_that_the_readme_names_are_attributes():
+    readme = (PACKAGE.parent / "README.md").read_text("utf-8")
+    names = {*re.findall(r"`(?:paddle_moe_ops)?\.(\w+\.\w+)`", readme), "testing.routing"}
+    assert len(names) > 3
+    code = "import paddle_moe_ops\n" + "".join(f"paddle_moe_ops.{name}\n" for name in sorted(names))
+    assert run_python(code).returncode == 0
+    with pytest.raises(AttributeError, match=r"^module 'paddle_moe_ops.compat' has no attribute 'nothing'$"):
+        _ = paddle_moe_ops.compat.nothing
+
+
+def test_help_begins_with_the_first_sentence_of_the_readme():
+    readme = (PACKAGE.parent / "README.md").read_text("utf-8")
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", readme)
+    first = paddle_moe_ops.__doc__.splitlines()[0].rstrip(".")
+    assert first in text
+    assert re.search(rf"\n\n{re.escape(first)}", text)
+
+
+MISTAKES = """
+import paddle
+from paddle_moe_ops import moe_mlp, permute, route, use_backend
+from paddle_moe_ops.nn import MoEConfig, MoELayer
+
+x, plan = paddle.zeros([1, 2]), route(paddle.zeros([1, 1]), num_experts=1)
+MoELayer(1, 2, 3, 4, keep="x", group=None)
+MoELayer(MoEConfig(1, 2, 3, 4), group=None)
+permute(x, plan, quantize=None, scale_layout="row")
+MoELayer(1, 2, 3, 4, keep="hh")  # wrong
+MoELayer(1, 2, num_expert=3)  # wrong
+MoEConfig(1, 2, 3, 4, transport="mail")  # wrong
+moe_mlp(x, plan, None, x, x, compute="fp4")  # wrong
+permute(x, plan, quantize="int8")  # wrong
+use_backend("abacus")  # wrong
+"""
+
+
+def test_type_checkers_find_misspelt_options(tmp_path):
+    (tmp_path / "program.py").write_text(MISTAKES)
+    command = [sys.executable, "-m", "mypy", "--config-file", PACKAGE.parent / "pyproject.toml", "program.py"]
+    environment = {**os.environ, "MYPYPATH": str(PACKAGE.parent)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    found = {int(number) for number in re.findall(r"^program\.py:(\d+): error", done.stdout, re.MULTILINE)}
+    assert found == {number for number, line in enumerate(MISTAKES.splitlines(), 1) if line.endswith("# wrong")}

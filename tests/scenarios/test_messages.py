@@ -12,10 +12,12 @@ import paddle
 import pytest
 
 from paddle_moe_ops import (
+    Float8Matrices,
     dequantize_1x128,
     dispatch,
     indexed,
     masked,
+    moe_mlp,
     moe_permute,
     moe_unpermute,
     permute,
@@ -26,8 +28,9 @@ from paddle_moe_ops import (
     unpermute,
 )
 from paddle_moe_ops.compat import transformer_engine
+from paddle_moe_ops.expert_parallel import GradScaler
 from paddle_moe_ops.gemm import grouped_gemm
-from paddle_moe_ops.nn import SwiGLU, SwiGLUExperts, TopKRouter
+from paddle_moe_ops.nn import MoELayer, SwiGLU, SwiGLUExperts, TopKRouter
 from paddle_moe_ops.routing import calculate_topk
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
@@ -333,6 +336,10 @@ MISTAKES = {
         "local_unpermute_before_a2a: state['sorted_split_sizes'] must add up to at most 5, the number of rows, "
         "but the sum exceeds this at entry 2",
     ),
+    "float8 matrices of a layer in another dtype": (
+        lambda g: moe_mlp(g.x, g.plan, g.probs, g.weights, g.weights[:, : H // 2], float8_matrices=Float8Matrices()),
+        "moe_mlp: float8_matrices must be None without compute, but got Float8Matrices(empty)",
+    ),
     "a state of an exchange with another order": (
         lambda g: dispatch.local_unpermute_before_a2a(
             g.rows, {**exchange(g), "inverse_chunk_indices": paddle.zeros([4], "int64")}
@@ -369,6 +376,27 @@ def test_a_buffer_of_2_to_the_31_rows_is_blamed_on_the_alignment(mistake, given,
     call, message = GIANT_BUFFERS[mistake]
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         call(given)
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_layer_without_float8_operands_warns_of_micro_batches(value):
+    layer = MoELayer(H, 3, E, 2)
+    text = 'MoELayer: is_first_microbatch has no effect without compute="fp8_1x128"'
+    with pytest.warns(UserWarning, match=f"^{re.escape(text)}$") as caught:
+        out = layer(paddle.ones([T, H]), is_first_microbatch=value)
+    assert [each.filename for each in caught] == [__file__]
+    assert_bits_equal(out, layer(paddle.ones([T, H])))
+
+
+def test_the_name_of_the_layers_argument_is_taken(given):
+    options = {"use_sigmoid": False, "renormalize": True}
+    named, usual = calculate_topk(given.probs, topk=1, **options), calculate_topk(given.probs, 1, **options)
+    assert_bits_equal(named[1], usual[1])
+
+
+def test_printed_objects_say_what_they_are():
+    assert repr(Float8Matrices()) == "Float8Matrices(empty)"
+    assert re.fullmatch(r"GradScaler\((en|dis)abled, rank=0 of 1\)", repr(GradScaler()))
 
 
 def test_a_dtype_may_be_given_by_its_name(given, backend):

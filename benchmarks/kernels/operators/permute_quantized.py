@@ -146,11 +146,13 @@ def _triton_quantize_then_permute(device: Any, operation: Operation, inputs: Any
 
 def _public(_: Any, operation: Operation, inputs: Any) -> Body:
     x, plan, fill = inputs.x, inputs.plan, inputs.problem.fill_padding
-    quantize = "fp8_1x128_ue8m0" if operation.variant == "ue8m0" else "fp8_1x128"
-    layout = "col" if operation.variant == "col" else "row"
+    options: dict[str, Any] = {
+        "quantize": "fp8_1x128_ue8m0" if operation.variant == "ue8m0" else "fp8_1x128",
+        "scale_layout": "col" if operation.variant == "col" else "row",
+    }
 
     def run() -> Outputs:
-        codes, scales = paddle_moe_ops.permute(x, plan, quantize=quantize, scale_layout=layout, fill_padding=fill)
+        codes, scales = paddle_moe_ops.permute(x, plan, fill_padding=fill, **options)
         return {"codes": codes, "scales": scales}
 
     return Body(run)

@@ -14,6 +14,7 @@ from paddle import nn
 from ... import _checks
 from ..._graphs import context_manager
 from ..._matrices import COMPUTE
+from ..._options import ComputeFormat
 from ...backends import register_note
 from . import classes, instances
 from .report import Report
@@ -56,7 +57,7 @@ def supported() -> dict[str, Supported]:
     return {name: Supported(tuple(target.path for target in model.targets), VERSIONS) for name, model in MODELS.items()}
 
 
-def apply(name_or_model: str | nn.Layer, *, compute: str | None = None) -> Report:
+def apply(name_or_model: str | nn.Layer, *, compute: ComputeFormat = None) -> Report:
     """Let the Mixture-of-Experts blocks of a type of model, or of one model, run on these operators.
 
     With a name the methods of PaddleFormers' classes are replaced, for models that exist and for later ones. Types
@@ -88,7 +89,7 @@ def apply(name_or_model: str | nn.Layer, *, compute: str | None = None) -> Repor
 
 
 @context_manager
-def applied(name_or_model: str | nn.Layer, *, compute: str | None = None) -> Iterator[Report]:
+def applied(name_or_model: str | nn.Layer, *, compute: ComputeFormat = None) -> Iterator[Report]:
     """Apply inside a ``with`` block; afterwards the earlier state is restored.
 
     Args:
