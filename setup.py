@@ -176,6 +176,17 @@ def strict_compiler(base: type) -> type:
     return StrictCompiler
 
 
+def commit() -> str | None:
+    """Return the commit of this checkout, or None outside of one."""
+    if not (ROOT / ".git").exists():
+        return None
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
 def up_to_date(obj: Path, depend: Path, stamp: Path, command: str) -> bool:
     """Return whether ``obj`` was compiled by ``command`` from the current files listed in ``depend``."""
     if not (obj.exists() and depend.exists() and stamp.exists()) or stamp.read_text(encoding="utf-8") != command:
@@ -200,7 +211,8 @@ class BuildOperators(PaddleBuild):
 
     def run(self) -> None:
         if paddle is None:
-            raise SystemExit(f"{PADDLE_ERROR}; then {CHECK['INSTALL']}")
+            left_out = "if it is installed, --no-build-isolation was left out"
+            raise SystemExit(f"{PADDLE_ERROR} ({left_out}); then {CHECK['INSTALL']}")
         started = time.monotonic()
         folders = self._library_folders()
         for folder in folders:
@@ -251,6 +263,7 @@ class BuildOperators(PaddleBuild):
             "compiler": version.splitlines()[0],
             "cuda": USE_CUDA,
             "cuda_reason": CUDA_REASON,
+            "commit": commit(),
             "cxx_flags": CXX_FLAGS,
             "nvcc_flags": extension.extra_compile_args["nvcc"] if USE_CUDA else [],
             "paddle_commit": paddle.version.commit,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     return chosen.run(chosen)
+
+
+def run() -> int:
+    """Run `main` as a program: a reader that closes the pipe, such as ``head``, ends it without a traceback."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 1
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -121,4 +133,4 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

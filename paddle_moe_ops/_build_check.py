@@ -14,6 +14,7 @@ import functools
 import hashlib
 import json
 import re
+import warnings
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ LIBRARY_NAME, INFO_NAME = "_C_pd_.so", "_build_info.json"
 TESTED_PADDLE = ("3.2", "3.3")
 # PyPI's paddlepaddle-gpu is 2.6.
 INSTALL_PADDLE = (
-    "`pip install --upgrade paddlepaddle`, or paddlepaddle-gpu for NVIDIA GPUs, as Paddle's installation guide says"
+    "`pip install --upgrade paddlepaddle`, or for NVIDIA GPUs paddlepaddle-gpu from Paddle's index, as "
+    "https://www.paddlepaddle.org.cn/en/install/quick says"
 )
 INSTALL = "`pip install --no-build-isolation .` in its source folder"
 REBUILD = (
@@ -39,7 +41,9 @@ def paddle_problem() -> str | None:
     """The reason why this package cannot run on this process's Paddle, with the command that helps; or None."""
     needed = f"paddle_moe_ops needs PaddlePaddle {' or '.join(TESTED_PADDLE)}"
     try:
-        import paddle
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "No ccache found")  # only a build could use it
+            import paddle
     except (ImportError, OSError) as error:
         return f"{needed}, which cannot be imported ({error}): {INSTALL_PADDLE}"
     version = paddle.version.full_version

@@ -76,6 +76,7 @@ def as_text(report: dict[str, Any]) -> str:
     build = library["build"]
     if build:
         lines += [
+            ("  commit", build.get("commit") or "unknown: it was not built in a checkout"),
             ("  built for", f"Paddle {build['paddle_version']}, commit {build['paddle_commit'][:10]}"),
             ("  compiler", f"{build['compiler']}, {' '.join(build['cxx_flags'])}"),
             ("  CUDA", f"{'on' if build['cuda'] else 'off'}: {build['cuda_reason']}"),

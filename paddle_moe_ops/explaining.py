@@ -25,6 +25,10 @@ __all__ = ["explain"]
 
 _LAYER = "moe_mlp"
 _NAMES = (*OPERATORS, _LAYER)
+_OF_LAYER = (
+    f"{_LAYER}: decided by the backend of grouped_gemm, and the arguments: "
+    "explain('moe_mlp', x, plan, probs, gate_up, down)"
+)
 
 
 @unified
@@ -40,7 +44,7 @@ def explain(operator: str | None = None, *arguments: Any, **options: Any) -> str
     `paddle.jit.to_static(full_graph=False)` it describes a call in dygraph.
 
     Args:
-        operator: one of `OPERATORS`, "moe_mlp", or None for all of the former.
+        operator: one of `OPERATORS`, "moe_mlp", or None for all of them.
         arguments: those of `moe_mlp`.
         options: its keyword arguments.
 
@@ -72,12 +76,12 @@ def _explained(operator: str | None, arguments: tuple[Any, ...], options: dict[s
     if operator != _LAYER:
         if arguments or options:
             raise ValueError(f"explain: operator must be {_LAYER!r} with further arguments, but got {operator!r}")
-        return explain_operators(operator)
-    if not arguments and not options:
-        text = "the backend of grouped_gemm, and the arguments: explain('moe_mlp', x, plan, probs, gate_up, down)"
-        lines = [f"{_LAYER}: decided by {text}"]
-    else:
-        lines = _lines_of_layer(arguments, options)
+        text = explain_operators(operator)
+        if operator is not None:
+            return text
+        before, chosen, after = text.partition("\nchosen by: ")
+        return f"{before}\n{_OF_LAYER}{chosen}{after}"
+    lines = _lines_of_layer(arguments, options) if arguments or options else [_OF_LAYER]
     return "\n".join([*lines, explain_operators("grouped_gemm")])
 
 

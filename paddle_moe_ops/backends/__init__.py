@@ -14,6 +14,7 @@ from paddle import Tensor
 
 from .. import _env
 from .._graphs import context_manager
+from .._options import BackendName
 from . import compiled
 from .accumulation import accumulated, accumulated_each, why_not
 from .base import (
@@ -134,7 +135,7 @@ def register_operators() -> None:
 
 
 @context_manager
-def use_backend(name: str) -> Iterator[None]:
+def use_backend(name: BackendName) -> Iterator[None]:
     """Run the operators inside the ``with`` block on one backend; their backward passes stay on it.
 
     Operators that the backend lacks run on the automatically chosen backend; `explain` names it.
@@ -254,10 +255,12 @@ def explain_operators(operator: str | None = None) -> str:
             choice = f"none ({error})"
         lines.append(f"{each}: {choice}")
     requested = _requested_text()
-    lines.append(f"chosen by: {requested}")
+    lines += [f"chosen by: {requested}", f"backends on this machine, for {operator or 'all of these operators'}:"]
     for name in _modules:
         reason = _load(name).unavailable()
         kind = " (dygraph only)" if name in _dygraph_only else "" if _automatic[name] else " (on request only)"
+        if name == "paddle":
+            kind = " (GEMMs by kernels of this package, or by Paddle's matmul)"
         state = "available" if reason is None else f"unavailable: {reason}"
         if operator is not None and not _has(name, operator, None):
             state = f"has no {operator}"

@@ -229,6 +229,8 @@ def test_a_package_without_its_library_can_be_imported_and_used_on_request(tmp_p
 
 # ---- explain
 
+PADDLE = "backend paddle (GEMMs by kernels of this package, or by Paddle's matmul)"
+
 
 def test_explain_names_a_backend_for_every_operator():
     lines = explain().splitlines()
@@ -236,10 +238,13 @@ def test_explain_names_a_backend_for_every_operator():
     assert lines == [
         *(f"{operator}: compiled" for operator in COMPILED),
         "grouped_gemm: paddle" if triton_unavailable() else on_triton,
+        "moe_mlp: decided by the backend of grouped_gemm, and the arguments: "
+        "explain('moe_mlp', x, plan, probs, gate_up, down)",
         "chosen by: automatic (first available)",
+        "backends on this machine, for all of these operators:",
         "backend compiled: available",
         f"backend triton (dygraph only): {'unavailable: ' + NO_GPU if triton_unavailable() else 'available'}",
-        "backend paddle: available",
+        f"{PADDLE}: available",
         "backend reference (on request only): available",
         "paddle.nn.functional.moe_permute and moe_unpermute: Paddle itself",
     ]
@@ -280,9 +285,11 @@ def test_explain_names_no_backend_for_static_graphs_where_only_triton_runs(witho
 
 
 def test_explain_says_which_backends_do_not_have_the_operator():
-    assert "backend paddle: has no permute" in explain("permute").splitlines()
-    assert "backend paddle: available" in explain("grouped_gemm").splitlines()
-    assert "backend paddle: available" in explain().splitlines()
+    lines = explain("permute").splitlines()
+    assert "backends on this machine, for permute:" in lines
+    assert f"{PADDLE}: has no permute" in lines
+    assert f"{PADDLE}: available" in explain("grouped_gemm").splitlines()
+    assert f"{PADDLE}: available" in explain().splitlines()
 
 
 def test_explain_refuses_an_operator_that_does_not_exist():

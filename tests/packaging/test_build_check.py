@@ -69,6 +69,7 @@ def test_package_of_this_environment_was_built_for_its_paddle():
 
 def test_build_records_no_date_and_no_path():
     assert set(_build_check.build_info()) == {
+        "commit",
         "compiler",
         "cuda",
         "cuda_reason",
