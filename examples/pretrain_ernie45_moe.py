@@ -3,6 +3,7 @@
 """Trains a small ERNIE-4.5-MoE of PaddleFormers on the source code of Python's standard library, on a CPU.
 
     pip install -r tests/integrations/requirements.txt
+    pip install --no-deps paddleformers==1.2.0
     python examples/pretrain_ernie45_moe.py
     python examples/pretrain_ernie45_moe.py --no-patch  # as it is, PaddleFormers' model needs a GPU
     PADDLE_DISTRI_BACKEND=gloo python -m paddle.distributed.launch --nproc_per_node 2 examples/pretrain_ernie45_moe.py
@@ -16,6 +17,7 @@ this package. After each step the correction bias follows the experts' use, as P
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import sys
 import tempfile
@@ -32,6 +34,7 @@ import paddle_moe_ops.integrations.paddleformers as pf
 from examples.demo.data import even_windows, load_standard_library, random_windows
 from paddle_moe_ops.expert_parallel import average_gradients
 
+INSTALL = "pip install -r tests/integrations/requirements.txt && pip install --no-deps paddleformers==1.2.0"
 CONTEXT, WINDOWS = 64, 8
 EXPERTS, TOPK = 16, 4
 BIAS_RATE = 5e-3
@@ -154,6 +157,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--no-patch", action="store_true", help="run PaddleFormers' own blocks")
     arguments = parser.parse_args()
+    try:
+        importlib.import_module("paddleformers.transformers.ernie4_5_moe.modeling")
+    except ImportError as error:
+        raise SystemExit(f"this example needs PaddleFormers ({error}): {INSTALL}") from None
     paddle.set_device("cpu")
     dist.init_parallel_env()
     if not arguments.no_patch:

@@ -57,6 +57,14 @@ def _own(cls: type, method: str) -> object:
     return None
 
 
+def _remedy(error: Exception) -> str:
+    """The way to a missing package, as the end of a message."""
+    missing = (getattr(error, "name", None) or "").partition(".")[0]
+    if missing in ("paddlefleet", "paddlefleet_ops"):
+        return "; it is part of PaddleFleet, which is not on PyPI: https://github.com/PaddlePaddle/PaddleFleet"
+    return "; `pip install --no-deps paddleformers==1.2.0`" if missing == "paddleformers" else ""
+
+
 def apply(names: list[str], *, skip_missing: bool) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], list[str]]:
     """Replace the methods of these types of models: of all, or of none.
 
@@ -80,9 +88,10 @@ def apply(names: list[str], *, skip_missing: bool) -> tuple[tuple[str, ...], tup
         try:
             classes = {target: target.load() for target in MODELS[name].targets}
         except (ImportError, AttributeError) as error:
+            reason = f"{error}{_remedy(error)}"
             if not skip_missing:
-                raise RuntimeError(f"apply: {name} cannot be imported from PaddleFormers: {error}") from error
-            left.append((name, f"cannot be imported: {error}"))
+                raise RuntimeError(f"apply: {name} cannot be imported from PaddleFormers: {reason}") from error
+            left.append((name, f"cannot be imported: {reason}"))
             continue
         for target, cls in classes.items():
             reason = unknown_code(target, cls)
