@@ -29,7 +29,7 @@ def held_out_loss(compute: str | None, seed: int, steps: int) -> float:
     import paddle
 
     from examples.demo import data, training
-    from examples.demo.model import Decoder, ModelConfig
+    from paddle_moe_ops.bench.decoder import Decoder, ModelConfig
 
     training.use_threads(None)
     paddle.seed(seed)

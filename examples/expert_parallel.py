@@ -25,7 +25,7 @@ from paddle.incubate.distributed.models.moe import ClipGradForMOEByGlobalNorm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from examples.demo.data import even_windows, load_standard_library, random_windows
-from examples.demo.model import Decoder, ModelConfig
+from paddle_moe_ops.bench.decoder import Decoder, ModelConfig
 from paddle_moe_ops.expert_parallel import (
     average_gradients,
     gather_optimizer_state_dict,

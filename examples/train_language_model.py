@@ -25,7 +25,7 @@ import paddle
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from examples.demo.data import even_windows, load_standard_library, random_windows
-from examples.demo.model import Decoder, ModelConfig
+from paddle_moe_ops.bench.decoder import Decoder, ModelConfig
 
 CONFIG = ModelConfig(hidden=64, layers=2, experts=8, topk=2, context=64)
 WINDOWS = 4  # of each step

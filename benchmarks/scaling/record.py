@@ -17,8 +17,8 @@ import numpy as np
 import paddle
 
 from examples.demo.data import even_windows, load_standard_library
-from examples.demo.model import Decoder, ModelConfig
 from examples.demo.training import train, use_threads
+from paddle_moe_ops.bench.decoder import Decoder, ModelConfig
 
 from .traces import Trace, write
 

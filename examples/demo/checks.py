@@ -14,9 +14,9 @@ import paddle.nn.functional as F
 from paddle import Tensor
 
 from paddle_moe_ops import moe_permute, moe_unpermute
+from paddle_moe_ops.bench.decoder import Decoder, MoEForward
 from paddle_moe_ops.nn import MoELayer
 
-from .model import Decoder, MoEForward
 from .purpose import Sizes
 
 DENSE_TOLERANCE = 2e-5

@@ -17,9 +17,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from paddle_moe_ops.bench.decoder import Decoder, ModelConfig
+
 from . import checks, plot, purpose, training
 from .data import StandardLibrary, load_standard_library, random_windows
-from .model import Decoder, ModelConfig
 
 CONTEXT = 128
 HELD_OUT_MARKS = 6

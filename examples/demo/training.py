@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import paddle
 
+from paddle_moe_ops.bench.decoder import Decoder
+
 from .data import even_windows, random_windows
-from .model import Decoder
 
 BATCH = 4
 HELD_OUT_WINDOWS = 64

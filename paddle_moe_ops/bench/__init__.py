@@ -14,18 +14,29 @@ from typing import Any
 from .models import FORMAT, MODELS, Model
 
 PICTURES = (".pdf", ".png", ".svg")
-NAMES = f"{', '.join(MODELS)}, or sizes as hidden,experts,topk"
+NAMES = f"{', '.join(MODELS)}, or sizes as hidden,experts,topk or hidden,experts,topk,inner"
+# Models and tokens of a run that names none: of functions, of layers, and of layers on a CPU.
+ROWS, LAYERS, LAYERS_ON_CPU = ("ernie-21b", [512, 4096]), ("ernie-21b", [1, 8, 64, 4096]), ("small", [1, 8, 64, 1024])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options, without importing Paddle."""
     parser.description = (
         "Time the public functions on bfloat16 tensors beside paddle.nn.functional.moe_permute and moe_unpermute where "
-        "these run, and beside plain operators of Paddle elsewhere. Results are checked before anything is timed."
+        "these run, and beside plain operators of Paddle elsewhere. Results are checked before anything is timed. A "
+        "run that is stopped has written its rows to --out."
     )
-    ernie = MODELS["ernie-21b"]
-    parser.add_argument("--model", type=_model, nargs="+", default=[ernie], help=f"{NAMES} (default: {ernie.name})")
-    parser.add_argument("--tokens", type=_tokens, nargs="+", default=[512, 4096], help="how many (default: 512 4096)")
+    text = "time grouped_gemm, moe_mlp and MoELayer beside a matmul for each expert, and the steps of a small model"
+    parser.add_argument("--layer", action="store_true", help=text)
+    parser.add_argument(
+        "--model", type=_model, nargs="+", help=f"{NAMES} (default: {ROWS[0]}; layers on a CPU: {LAYERS_ON_CPU[0]})"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=_tokens,
+        nargs="+",
+        help=f"how many (default: {_listed(ROWS)}; layers: {_listed(LAYERS)}, on a CPU {_listed(LAYERS_ON_CPU)})",
+    )
     parser.add_argument(
         "--device", help="what paddle.set_device takes, such as cpu or gpu:1 (default: Paddle's choice)"
     )
@@ -54,7 +65,18 @@ def main(options: argparse.Namespace) -> int:
             return 1
     from .run import run
 
-    return run(options)
+    return run(with_defaults(options, paddle.get_device() == "cpu"))
+
+
+def with_defaults(options: argparse.Namespace, on_cpu: bool) -> argparse.Namespace:
+    """The options of a run, in which models and tokens are named."""
+    name, tokens = ROWS if not options.layer else LAYERS_ON_CPU if on_cpu else LAYERS
+    named = {"model": options.model or [MODELS[name]], "tokens": options.tokens or tokens}
+    return argparse.Namespace(**{**vars(options), **named})
+
+
+def _listed(defaults: tuple[str, list[int]]) -> str:
+    return " ".join(map(str, defaults[1]))
 
 
 def _bad(expected: str, given: str) -> argparse.ArgumentTypeError:
@@ -69,9 +91,10 @@ def _model(text: str) -> Model:
     if text in MODELS:
         return MODELS[text]
     sizes = [int(size) for size in text.split(",") if _is_count(size)]
-    if text.count(",") != 2 or len(sizes) != 3:
+    if text.count(",") not in (2, 3) or len(sizes) != text.count(",") + 1:
         raise _bad(NAMES, repr(text))
-    model = Model(text, *sizes)
+    hidden, experts, topk, inner = *sizes[:3], sizes[-1] if len(sizes) == 4 else sizes[0]
+    model = Model(text, hidden, experts, topk, inner)
     if not model.topk <= model.experts <= 65536:
         raise _bad("hidden,experts,topk with topk <= experts <= 65536", repr(text))
     return model

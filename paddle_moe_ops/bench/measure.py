@@ -22,6 +22,18 @@ MAX_CALLS = 20
 MEMORY_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
 
+_asked: list[int] = []  # signals
+
+
+class Stopped(BaseException):
+    """The process was asked to end, by a signal."""
+
+
+def ask_to_stop(number: int, _: Any) -> None:
+    """A handler of signals: the next sample raises. Inside of a call an exception would become an error of Paddle's."""
+    _asked.append(number)
+
+
 def measure(calls: Sequence[Call], seconds: float) -> list[dict[str, Any]]:
     """Time calls in interleaved rounds, each for about ``seconds``: microseconds and allocated bytes of one call."""
     peaks = [_peak_bytes(call) for call in calls]  # this warms up as well
@@ -44,6 +56,8 @@ def _summary(samples: list[float], peak: int | None) -> dict[str, Any]:
 
 def _sample(call: Call, count: int) -> float:
     """Seconds of one call, of the given number of calls."""
+    if _asked:
+        raise Stopped(_asked.pop())
     states = [call.prepare() for _ in range(count)]
     _synchronize()
     start = time.perf_counter()

@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-OURS, PADDLE, INK = "#2a6f97", "#c9ced3", "#22313f"
+OURS, PADDLE, INK = "#2a6f97", "#9aa3ab", "#22313f"
 
 
 def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -28,15 +28,16 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 def _draw(axes: Axes, title: str, rows: Sequence[dict[str, Any]]) -> None:
     for place, row in enumerate(rows):
         ours, paddle = (row[side]["median_us"] / 1e3 if row[side] else 0.0 for side in ("ours", "paddle"))
-        axes.barh(place - 0.2, ours, 0.4, color=OURS, label="" if place else "paddle_moe_ops")
-        axes.barh(place + 0.2, paddle, 0.4, color=PADDLE, label="" if place else "Paddle")
         if paddle:  # there may be nothing to compare with
-            axes.text(max(ours, paddle), place, f" {paddle / ours:.1f}x", va="center", fontsize=8, color=INK)
+            axes.plot([ours, paddle], [place, place], color=PADDLE, linewidth=1.5, zorder=1)
+            axes.plot(paddle, place, "o", color=PADDLE, label="" if place else "Paddle")
+            axes.text(max(ours, paddle), place, f"   {paddle / ours:.1f}x", va="center", fontsize=8, color=INK)
+        axes.plot(ours, place, "o", color=OURS, label="" if place else "paddle_moe_ops")
     axes.set_title(title, loc="left", fontsize=10, color=INK)
     axes.set_yticks(range(len(rows)), [row["operation"] for row in rows], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("milliseconds, logarithmic; beside the bars: Paddle's time over ours", fontsize=8)
+    axes.set_xlabel("milliseconds, logarithmic; beside the dots: Paddle's time over ours", fontsize=8)
     axes.set_xscale("log")
-    axes.margins(x=0.1)
+    axes.margins(x=0.15)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)

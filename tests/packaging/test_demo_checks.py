@@ -12,8 +12,8 @@ import paddle
 import pytest
 
 from examples.demo import checks, data, plot, purpose, run, training
-from examples.demo.model import Decoder, ModelConfig
 from paddle_moe_ops import moe_permute, moe_unpermute
+from paddle_moe_ops.bench.decoder import Decoder, ModelConfig
 from paddle_moe_ops.nn import MoELayer
 
 CONFIG = ModelConfig(hidden=64, layers=2, experts=4, topk=2, context=16)

@@ -11,7 +11,7 @@ import paddle
 import pytest
 
 from examples.demo import data, training
-from examples.demo.model import Decoder, ModelConfig
+from paddle_moe_ops.bench.decoder import Decoder, ModelConfig
 
 CONFIG = ModelConfig(hidden=64, layers=3, experts=4, topk=2, context=16)
 TEXT = np.random.default_rng(1).integers(0, 256, 500).astype(np.uint8)

@@ -11,7 +11,9 @@ from typing import Any
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
+from paddle.jit import not_to_static
 
+from paddle_moe_ops._options import ComputeFormat
 from paddle_moe_ops.nn import MoELayer, SwiGLU
 
 MoEForward = Callable[[MoELayer, Tensor], Tensor]
@@ -32,7 +34,7 @@ class ModelConfig:
     topk: int
     context: int
     vocabulary: int = 256
-    compute: str | None = None
+    compute: ComputeFormat = None
 
     @property
     def heads(self) -> int:
@@ -54,6 +56,7 @@ class RMSNorm(nn.Layer):
         super().__init__()
         self.weight = self.create_parameter([size], default_initializer=nn.initializer.Constant(1.0))
 
+    @not_to_static
     def forward(self, x: Tensor) -> Tensor:
         return x * paddle.rsqrt((x * x).mean(axis=-1, keepdim=True) + 1e-6) * self.weight
 
@@ -73,6 +76,7 @@ class Attention(nn.Layer):
         mask = paddle.triu(paddle.full([config.context, config.context], -1e30), 1)
         self.register_buffer("mask", mask, persistable=False)
 
+    @not_to_static
     def forward(self, x: Tensor) -> Tensor:
         batch, length, hidden = x.shape
         qkv = self.qkv(x).reshape([batch, length, -1, HEAD_DIM])
@@ -108,6 +112,7 @@ class Block(nn.Layer):
             sizes = config.hidden, config.expert_intermediate, config.experts, config.topk
             self.mlp = MoELayer(*sizes, compute=config.compute, group=group)
 
+    @not_to_static
     def forward(self, x: Tensor, moe_forward: MoEForward) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
         normed = self.mlp_norm(x)
@@ -134,6 +139,7 @@ class Decoder(nn.Layer):
     def moe_layers(self) -> list[MoELayer]:
         return [block.mlp for block in self.blocks if isinstance(block.mlp, MoELayer)]
 
+    @not_to_static
     def forward(self, tokens: Tensor, moe_forward: MoEForward = MoELayer.__call__) -> Tensor:
         """Logits [B, S, vocabulary] of the next bytes, for int64 tokens [B, S]."""
         x = F.embedding(tokens, self.embedding)
