@@ -18,10 +18,15 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILT = ROOT / "build" / "pages"  # by tools/docs_pages.py
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {
+    "README.md": "index.md",
+    "README.zh.md": "zh.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 # Pages of the repository on GitHub, relative to its files there: the site has no such pages.
 _BADGES = re.compile(r"^\[?!\[[^\]]*\]\((?:\.\./\.\./|https://img\.shields\.io/)[^\n]*\n", re.MULTILINE)
-_REPOSITORY = re.compile(r"\[([^\]]*)\]\(\.\./\.\./[^)]*\)")
+_REPOSITORY = re.compile(r"\[([^\]]*)\]\(\.\./\.\./([^)]*)\)")
 _SHORT = re.compile(r"<(td|th)>((?:<strong>)?[^<]{1,22}(?:</strong>)?)</\1>")  # numbers, names of models
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)]*)?\)")
 
@@ -33,8 +38,9 @@ def on_files(files: Files, config: Any) -> Files:
     for path in sorted(BUILT.glob("*.*")):
         files.append(File.generated(config, path.name, abs_src_path=str(path)))
     for source, page in PAGES.items():
-        text = _REPOSITORY.sub(r"\1", _BADGES.sub("", (ROOT / source).read_text(encoding="utf-8")))
-        text = with_titles(with_links(text, ROOT), generated(config.nav))
+        link = rf"[\1]({config.repo_url.rstrip('/')}/\2)" if config.repo_url else r"\1"
+        text = _REPOSITORY.sub(link, _BADGES.sub("", (ROOT / source).read_text(encoding="utf-8")))
+        text = with_titles(with_links(text, ROOT, config.repo_url), generated(config.nav))
         files.append(File.generated(config, page, content=text))
     return files
 
@@ -46,7 +52,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     folder = Path(page.file.abs_src_path).parent
     above = "../" * (len(folder.relative_to(ROOT / "docs").parts))
     titles = {title: above + name for title, name in generated(config.nav).items()}
-    return with_titles(with_links(markdown, folder), titles)
+    return with_titles(with_links(markdown, folder, config.repo_url), titles)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
@@ -72,12 +78,13 @@ def with_titles(markdown: str, titles: dict[str, str]) -> str:
     return markdown
 
 
-def with_links(markdown: str, folder: Path) -> str:
-    """Return the text with links to pages of the site, and names of files that are not on it.
+def with_links(markdown: str, folder: Path, repository: str = "") -> str:
+    """Return the text with links to pages of the site; other files are links to the repository, or names.
 
     Args:
         markdown: the text.
         folder: the folder that its links are relative to.
+        repository: its address, or an empty text if it has none.
     """
 
     def mended(found: re.Match[str]) -> str:
@@ -91,6 +98,8 @@ def with_links(markdown: str, folder: Path) -> str:
         if path.is_relative_to(ROOT / "docs"):
             base = ROOT / "docs" if folder == ROOT else folder
             return f"{image}[{text}]({os.path.relpath(path, base)}{anchor or ''})"
+        if repository:
+            return f"[{text}]({repository.rstrip('/')}/blob/HEAD/{name})"
         return text if f"`{name}`" in text else f"{text} (`{name}`)"
 
     return _LINK.sub(mended, markdown)

@@ -19,7 +19,7 @@ from benchmarks.layer.report import newest_runs as newest_layers
 from benchmarks.pages import BUILT
 from benchmarks.spread import deviation, with_deviation
 
-from . import gemm_report, overview, summary
+from . import gemm_report, hero, overview, summary
 from .counters import COLUMNS, TEXT, load_counters
 from .operators import OPERATIONS
 from .plot import draw, is_drawn
@@ -127,11 +127,12 @@ def pages(results: Path, runs: Sequence[Run], drawn: dict[str, Run]) -> dict[str
 
 
 def summaries(results: Path, runs: Sequence[Run]) -> dict[str, str]:
-    """Return the text of performance.md and, if public calls were measured, README.md's picture, by file name."""
+    """Return the text of performance.md and, if layers were measured, README.md's picture, by file name."""
     calls = summary.newest_calls(results, runs)
     layers, beside_sonic_moe = (newest_layers(results, kind) for kind in ("layer", "layer-sonic"))
     made = {"performance.md": overview.page(calls, layers, runs, beside_sonic_moe)}
-    return {**made, summary.PICTURE: summary.picture(calls[0])} if calls else made
+    drawn = overview.drawn_layers(layers)
+    return {**made, hero.PICTURE: hero.picture(*drawn)} if drawn else made
 
 
 def newest_runs(runs: Iterable[Run]) -> list[Run]:

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Speed of the permutation on a GPU: a section of docs/performance.md, and the picture of README.md.
+"""Speed of the permutation on a GPU: a section of docs/performance.md.
 
 Our times are those of public calls under Paddle, from ``*-public-calls.jsonl``; those of others come from the run of
 the set `targets` on the same GPU.
@@ -12,16 +12,14 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from xml.sax.saxutils import escape
 
 from benchmarks.spread import deviation, with_deviation
 
 from .results import Run
 from .table import markdown
 
-__all__ = ["PICTURE", "Calls", "newest_calls", "picture", "section"]
+__all__ = ["Calls", "newest_calls", "section"]
 
-PICTURE = "speed.svg"
 PADDLE, TE = "paddle (published, scaled)", "te triton"
 MODELS = {"ernie-300b": "ERNIE-4.5-300B", "ernie-21b": "ERNIE-4.5-21B", "dsv3": "DeepSeek-V3"}
 # Our call, and the operations of the benchmark in which Paddle's and TransformerEngine's do the same.
@@ -31,7 +29,6 @@ BESIDE = {
     "permute": ("", "permute:bf16"),
     "unpermute": ("unpermute:weighted", "unpermute:weighted"),
 }
-DRAWN = "moe_permute", "unpermute"
 
 TEXT = """
 ## Moving rows to experts and back
@@ -143,76 +140,3 @@ def _host(times: dict[str, float]) -> str:
 
 def _beside(ours: float | None, other: float | None) -> str:
     return "" if ours is None or other is None else f"{other:.0f} ({other / ours:.2f} x)"
-
-
-# ---- the picture
-
-_STYLE = """
-svg { --card: #ffffff; --edge: #c3cad2; --ink: #1f2933; --muted: #55606b; --ours: #2f6fbf; --other: #b8c1cb; }
-@media (prefers-color-scheme: dark) {
-  svg { --card: #161b22; --edge: #4a535e; --ink: #e8edf2; --muted: #a3adb8; --ours: #78aefc; --other: #55606b; }
-}
-text { font: 14px system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; fill: var(--ink); }
-.head { font-weight: 600; }
-.note { font-size: 13px; fill: var(--muted); }
-.end { text-anchor: end; }
-.card { fill: var(--card); stroke: var(--edge); }
-.ours { fill: var(--ours); }
-.other { fill: var(--other); }
-"""
-_HEAD = "Moving the rows of an MoE layer on one {}"
-_UNIT = "Microseconds, less is better"
-_FOOT = (
-    "paddle_moe_ops: public calls under Paddle, outputs allocated.",
-    "Paddle: published times. TransformerEngine: its kernels alone.",
-)
-# In a column of a phone, letters of 13 are still readable.
-_WIDTH, _NAMES, _PANEL, _BAR, _STEP, _TOP = 480, 148, 164, 14, 20, 86
-
-
-def picture(calls: Calls) -> str:
-    """An SVG: a panel for each call, in it the three times of each model, in microseconds on one scale a panel."""
-    names = {"paddle_moe_ops": None, "Paddle": PADDLE, "TransformerEngine": TE}
-    group = 3 * _STEP + 34
-    height = _TOP + len(calls.shapes) * group + 48
-    gpu = calls.machine["gpu"]
-    title = f"Microseconds of moe_permute and unpermute on one {gpu}: paddle_moe_ops, Paddle and TransformerEngine"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}" '
-        'role="img">',
-        f"<title>{escape(title)}</title>",
-        f"<style>{_STYLE}</style>",
-        f'<rect class="card" x="0.5" y="0.5" width="{_WIDTH - 1}" height="{height - 1}" rx="8"/>',
-        f'<text class="head" x="16" y="28">{escape(_HEAD.format(gpu))}</text>',
-        f'<text class="note" x="16" y="48">{escape(_UNIT)}</text>',
-    ]
-    for number, shape in enumerate(calls.shapes):
-        y = _TOP + number * group
-        tokens = next(line["tokens"] for line in calls.lines if line.get("shape") == shape)
-        parts.append(f'<text class="note" x="16" y="{y + 16}">{MODELS[shape]}, {tokens} tokens</text>')
-        for place, name in enumerate(names):
-            parts.append(f'<text class="end" x="{_NAMES - 8}" y="{y + 36 + place * _STEP}">{name}</text>')
-    for number, operation in enumerate(DRAWN):
-        left = _NAMES + number * _PANEL
-        times = [
-            [
-                calls.us(operation, shape) if each is None else calls.other_us(each, operation, shape)
-                for each in names.values()
-            ]
-            for shape in calls.shapes
-        ]
-        scale = (_PANEL - 52) / max(us for each in times for us in each if us is not None)
-        label = "unpermute, weighted" if operation == "unpermute" else operation
-        parts.append(f'<text class="head" x="{left}" y="{_TOP - 8}">{label}</text>')
-        for index, each in enumerate(times):
-            for place, (name, us) in enumerate(zip(names, each, strict=True)):
-                if us is None:
-                    continue
-                y = _TOP + index * group + 24 + place * _STEP
-                kind = "ours" if name == "paddle_moe_ops" else "other"
-                width = round(us * scale, 1)
-                parts.append(f'<rect class="{kind}" x="{left}" y="{y}" width="{width}" height="{_BAR}" rx="2"/>')
-                parts.append(f'<text x="{left + width + 6:g}" y="{y + 12}">{us:.0f}</text>')
-    for number, line in enumerate(_FOOT):
-        parts.append(f'<text class="note" x="16" y="{height - 32 + number * 18}">{escape(line)}</text>')
-    return "\n".join([*parts, "</svg>\n"])

@@ -5,10 +5,13 @@
 from __future__ import annotations
 
 import json
+import re
+import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from benchmarks.kernels.overview import page
+from benchmarks.kernels.hero import picture
+from benchmarks.kernels.overview import drawn_layers, page
 from benchmarks.kernels.results import Run
 from benchmarks.layer.report import newest_runs
 
@@ -55,7 +58,7 @@ def test_the_means_beside_sonic_moe_are_of_the_shapes_of_both(layers):
     theirs = {"forward_tflops": 1000.0, "backward_tflops": 200.0}
     both = [layer_line("ours", (4, 8), 6), layer_line("SonicMoE, here", (2, 16), 6, **theirs)]
     runs = layers(*both, layer_line("ours", (4, 8), 6, shape="mixtral"))
-    said = "a layer has 0.50 of its speed forward and 2.00 backward, geometric mean of 1 shapes."
+    said = "a layer is 50 % slower forward and 100 % faster backward, geometric mean of 1 shapes."
     assert f"* **Beside SonicMoE on one Imagined GPU**, tuned for each shape: {said}" in page([], [], [], runs)
     assert "**Beside SonicMoE" not in page([], [], [], layers(both[0]))
 
@@ -75,3 +78,20 @@ def test_calls_on_a_cpu_are_set_beside_plain_operators():
     assert "| Imagined CPU, 3 cores | DeepSeek-V3 | 4096 | permute | 2.0 | 50.0 | 25 x |" in text
     assert "25 to 25 times as fast as plain operators of Paddle" in text
     assert "## On a CPU" not in page([], [], [Run(CPU, rows[:1])])
+
+
+def test_the_picture_has_a_bar_for_each_time_on_one_scale_a_model_and_pass(layers):
+    lines = [layer_line("ours", (4000, 8000), 6), layer_line("torch", (6000, 20000), 6)]
+    gpu, drawn = drawn_layers(layers(*lines, layer_line("ours", (1, 1), 1, shape="mixtral")))
+    assert [(each.model, each.ours, each.torch) for each in drawn] == [("ERNIE-4.5-21B", (4.0, 8.0), (6.0, 20.0))]
+    text = picture(gpu, drawn)
+    root = ElementTree.fromstring(text)
+    bars = [each for each in root.iter("{http://www.w3.org/2000/svg}rect") if each.get("class") in ("ours", "other")]
+    texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    numbers = [float(each) for each in texts if re.fullmatch(r"[\d.]+", each)]
+    assert numbers == [4, 8, 6, 20]
+    (ours, ours_back, torch, torch_back) = (float(bar.get("width")) for bar in bars)
+    assert ours / torch == pytest.approx(4 / 6, rel=0.01)
+    assert ours_back / torch_back == pytest.approx(8 / 20, rel=0.01)
+    assert "prefers-color-scheme: dark" in text
+    assert drawn_layers([]) is None

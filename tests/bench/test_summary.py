@@ -1,18 +1,16 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The summary for users: a section of the page and a picture, from times of public calls and of other libraries."""
+"""The summary for users: a section of the page, from times of public calls and of other libraries."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import re
-import xml.etree.ElementTree as ElementTree
 
 import pytest
 
 from benchmarks.kernels.results import Row, Run, run_paths
-from benchmarks.kernels.summary import PADDLE, TE, newest_calls, picture, section
+from benchmarks.kernels.summary import PADDLE, TE, newest_calls, section
 
 GPU = "NVIDIA H200"
 MACHINE = {"machine": True, "gpu": GPU, "commit": "c", "date": "2026-11-24", "paddle": "3.3.1", "device": "gpu:0"}
@@ -60,19 +58,6 @@ def test_the_newest_file_of_a_gpu_counts_and_one_without_others_times_does_not(c
     (found,) = calls("d", date="2026-11-01")
     assert found.machine["commit"] == "newer"
     assert section([]) == ""
-
-
-def test_the_picture_has_a_bar_for_each_time_on_one_scale_a_panel(calls):
-    root = ElementTree.fromstring(picture(calls()[0]))
-    bars = [each for each in root.iter("{http://www.w3.org/2000/svg}rect") if each.get("class") in ("ours", "other")]
-    texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
-    numbers = [float(text) for text in texts if re.fullmatch(r"\d+", text)]
-    assert numbers == [150, 300, 225, 120, 132]
-    widths = [float(bar.get("width")) for bar in bars]
-    for panel in (slice(0, 3), slice(3, 5)):
-        scales = [width / number for width, number in zip(widths[panel], numbers[panel], strict=True)]
-        assert max(scales) - min(scales) < 0.01 * max(scales)
-    assert "prefers-color-scheme: dark" in picture(calls()[0])
 
 
 def test_results_of_other_programs_are_no_runs_of_this_one(calls, tmp_path):

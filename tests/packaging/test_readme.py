@@ -21,6 +21,7 @@ from tests.packaging.subprocesses import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+FUNCTIONS = (ROOT / "docs" / "functions.md").read_text(encoding="utf-8")
 SUPPORT = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
 FRESH = str(ROOT / "tools" / "fresh_environments.py")
 
@@ -68,7 +69,7 @@ def test_install_section_has_the_lines_that_are_run_in_fresh_environments():
 
 
 def test_function_table_names_public_functions():
-    cells = re.findall(r"^\| (`[^|]+`[^|]*) \|", README.partition("\n## Functions\n")[2], re.MULTILINE)
+    cells = re.findall(r"^\| (`[^|]+`[^|]*) \|", FUNCTIONS, re.MULTILINE)
     names = [name for cell in cells for name in re.findall(r"[` ](?:with )?([\w.]+)\(", cell)]
     assert {"moe_permute", "moe_unpermute", "route", "permute", "unpermute", "gemm.grouped_gemm"} <= set(names)
     for name in names:
@@ -89,11 +90,12 @@ def test_commands_are_make_targets():
 
 
 def test_commands_of_the_package_are_listed_and_the_example_of_bench_is_taken():
-    (listed,) = re.findall(r"`python -m paddle_moe_ops ([a-z]+(?: \| [a-z]+)+)`", README)
+    (listed,) = re.findall(r"`python -m paddle_moe_ops ([a-z]+(?: \| [a-z]+)+)`", FUNCTIONS)
     done = run_command("--help")
     assert re.findall(r"^    ([a-z]+) ", done.stdout, re.MULTILINE) == listed.split(" | ")
-    (example,) = re.findall(r"`python -m paddle_moe_ops (bench --[^`]+)`", README)
-    assert _parser().parse_args(example.split()).tokens == [512, 4096]
+    examples = re.findall(r"^    python -m paddle_moe_ops (bench --.*)$", FUNCTIONS, re.MULTILINE)
+    examples += re.findall(r"`python -m paddle_moe_ops (bench --[^`]+)`", README)
+    assert [_parser().parse_args(each.split()).layer for each in examples] == [True, False, True]
 
 
 def test_linked_files_exist():
@@ -119,7 +121,7 @@ def test_badges_and_requirements_name_the_supported_versions():
 
 def test_figures_of_speed_are_those_of_the_measurements():
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    section = README.partition("\n## State of version")[2].partition("\n## ")[0]
+    section = README.partition("\n## Speed of moving rows")[2].partition("\n## ")[0]
     layers = re.findall(r"one NVIDIA H200\*\*: (\S+) times .* forward and (\S+) times backward", page)
     assert layers == re.findall(r"On one H200 the kernels are (\S+) times as fast forward and (\S+) times\n", README)
     summary = page.partition("### NVIDIA H200\n")[2].partition("\nSmall calls")[0]
@@ -143,3 +145,38 @@ def test_figures_of_speed_are_those_of_the_measurements():
     weighted = row("unpermute:weighted", "paddle-production")
     assert f"\nand {float(weighted[9]):.2f} for the weighted sum" in section
     assert f"({float(weighted[15]):.0f} us, ours {float(weighted[7]):.0f})" in section
+
+
+MARKS = {"ran": "已运行", "compile-tested": "仅编译测试", "-": "-"}
+
+
+def marks_of(text: str) -> list[list[str]]:
+    """The cells of the table of what works, without its heads and names."""
+    rows = [
+        line.strip(" |").split(" | ") for line in text.splitlines() if line.endswith(" |") and line.count(" | ") == 4
+    ]
+    return [row[1:] for row in rows[1:]]
+
+
+def test_the_table_of_what_works_says_ran_or_compile_tested():
+    marks = marks_of(README)
+    assert len(marks) == 6
+    assert {mark for row in marks for mark in row} == set(MARKS)
+    assert {row[-1] for row in marks} == {"compile-tested"}  # PyPI has no GPU wheel of Paddle 3
+
+
+def test_the_chinese_readme_has_the_same_programs_commands_links_numbers_and_marks():
+    chinese = (ROOT / "README.zh.md").read_text(encoding="utf-8")
+    for pattern in (
+        r"```\w+\n.*?```",
+        r"(?:^    \S[^\n]*\n)+",
+        r"\]\((?!https?:|README)([^)]+)\)",
+        r"^#+ ",
+        r"`[^`\n]+`",
+    ):
+        found, due = (sorted(re.findall(pattern, text, re.DOTALL | re.MULTILINE)) for text in (chinese, README))
+        assert found == due
+    assert sorted(re.findall(r"\d+(?:\.\d+)*", chinese)) == sorted(re.findall(r"\d+(?:\.\d+)*", README))
+    assert marks_of(chinese) == [[MARKS[mark] for mark in row] for row in marks_of(README)]
+    assert "](README.zh.md)" in README
+    assert "](README.md)" in chinese

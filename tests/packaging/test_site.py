@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-OF_ROOT = {"index.md", "contributing.md", "changelog.md"}  # of files in the root, by tools/docs_site.py
+OF_ROOT = {"index.md", "zh.md", "contributing.md", "changelog.md"}  # of files in the root, by tools/docs_site.py
 # Generated pages, each with a heading and a result that it must have.
 GENERATED = {
     "performance_gpu.md": ("# Operators on GPUs\n", "### moe_permute:bf16\n"),
