@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BUILT", "END", "facts", "load", "parsed", "with_part"]
+__all__ = ["BUILT", "END", "facts", "load", "made_by", "parsed", "with_part"]
 
 BUILT = Path(__file__).resolve().parents[1] / "build" / "pages"  # generated pages of the site, which git does not have
 END = "<!-- end -->"
@@ -40,6 +40,11 @@ def load(path: Path) -> list[dict[str, Any]]:
 def parsed(text: str) -> list[dict[str, Any]]:
     """JSON objects, one a line."""
     return [json.loads(line) for line in text.splitlines() if line.strip()]
+
+
+def made_by(text: str) -> str:
+    """The end of a generated page: how it is generated."""
+    return f"\n---\n\n{text}\n"
 
 
 def with_part(page: str, begin: str, part: str) -> str:

@@ -99,9 +99,8 @@ def moe_mlp(
     plan with a static buffer makes all shapes static, and CUDA graphs can capture both passes.
 
     On an NVIDIA GPU, bfloat16 and float16 layers of SwiGLU without biases keep ``x``, the first GEMM's output H and the
-    maps for the backward pass: 2 T d + 4 N n bytes. Rows of d columns are not kept: the gradient of a weight is the dot
-    product of the second GEMM's input row and its gradient (SonicMoE, arXiv 2512.14080). Each pass computes these rows
-    in chunks, in a buffer of ``workspace_mb``. A second backward pass through the same graph of dygraph raises. Lists
+    maps for the backward pass: 2 T d + 4 N n bytes. Rows of d columns are not kept: each pass computes them in chunks,
+    in a buffer of ``workspace_mb``. A second backward pass through the same graph of dygraph raises. Lists
     of matrices are treated as in `grouped_gemm`.
 
     On a GPU of compute capability 9.0, if d and n are multiples of 8, the compiled library runs this layer, in dygraph

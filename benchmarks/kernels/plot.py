@@ -36,10 +36,16 @@ COLORS = {
 OTHER_COLORS = ("#9a8c98", "#c9ada7", "#4a4e69", "#b8bfc6")  # of implementations that are not named above
 NAMES = {**MODELS, "tileops": "TileOPs", "paddle-production": "Paddle's\nproduction"}
 LABELS = {
-    OURS: "paddle_moe_ops",
-    PUBLIC: "paddle_moe_ops, new outputs",
+    OURS: "paddle_moe_ops, given outputs",
+    PUBLIC: "paddle_moe_ops, public function",
+    "triton": "paddle_moe_ops, Triton",
     "memcpy": "memcpy of as many bytes",
-    "te triton": "TransformerEngine (Triton)",
+    "numpy take": "NumPy take",
+    "paddle ops": "Paddle, plain operators",
+    "paddle (published, scaled)": "Paddle (published, scaled)",
+    "torch gather": "PyTorch gather",
+    "torch index_add": "PyTorch index_add",
+    "te triton": "TransformerEngine",
 }
 
 
@@ -115,7 +121,7 @@ def _panel(axes: Axes, rows: Sequence[Row], large: bool, colors: dict[str, str])
         values = [_value(rows, shape, impl, large) for shape in shapes]
         places = np.arange(len(shapes)) + (index - (len(impls) - 1) / 2) * width
         bars = axes.bar(places, values, width * 0.94, color=colors[impl], label=LABELS.get(impl, impl))
-        texts = ["" if np.isnan(value) else (f"{value:.2f}" if large else f"{value:.1f}") for value in values]
+        texts = ["" if np.isnan(value) else (f"{value:.2f}" if large else _time(value)) for value in values]
         bold = "bold" if impl == OURS else "normal"
         color = colors[impl] if impl == OURS else MUTED
         axes.bar_label(bars, texts, fontsize=7, padding=2.5, color=color, fontweight=bold, rotation=90)
@@ -133,6 +139,10 @@ def _panel(axes: Axes, rows: Sequence[Row], large: bool, colors: dict[str, str])
     axes.tick_params(colors=MUTED, length=0, labelsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(MUTED)
+
+
+def _time(us: float) -> str:
+    return f"{us / 1e3:.0f} ms" if us >= 1e4 else f"{us:.1f}"
 
 
 def _spread(rows: Sequence[Row]) -> float:

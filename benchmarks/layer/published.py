@@ -27,21 +27,6 @@ class Source(NamedTuple):
 
 PUBLISHED = (
     Source(
-        "SonicMoE (eager, with router)",
-        "NVIDIA H200",
-        "sonic-moe 0.1.2.post1 with quack-kernels 0.3.11, run by us on an H200 on 2026-11-22; its backward time is "
-        "without the accumulation of the matrices' gradients at 4.25 TB/s. This is unfair to SonicMoE: its figures are "
-        "those of eager calls with router and sort, in which the host holds small layers back, and ours are those of "
-        "CUDA graphs without a router. As CUDA graphs without a router it does better: see *Beside SonicMoE*",
-        {
-            "ernie-21b": (524, 527),
-            "dsv3-4k": (298, 331),
-            "qwen3-30b": (301, 469),
-            "7b-256": (265, 362),
-            "30b-256": (429, 471),
-        },
-    ),
-    Source(
         "SonicMoE (published)",
         "NVIDIA H100",
         "arXiv 2512.14080, figure 14, read off the figure to about 3 TFLOP/s. *Beside SonicMoE* has it and ours "
