@@ -30,7 +30,7 @@ COVERAGE_FLAGS := $(CORE_FLAGS) -O1 -g -w --coverage
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs docs-pictures drawings test test-slow test-integrations test-isa fresh-environments lint format core sanitize asan-triton fuzz coverage bench-report wheel mutants gpu-bundle gpu-sanitize gpu-fuzz gpu-standin gpu-report results-series results-check check-place check-cuda check-aarch64 ci-full clean
+.PHONY: help demo docs docs-pictures drawings test test-slow test-integrations test-isa fresh-environments lint format core sanitize asan-triton fuzz coverage bench-report wheel mutants gpu-bundle gpu-sanitize gpu-fuzz gpu-standin gpu-report results-series results-check release-dry-run check-place check-cuda check-aarch64 ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -119,7 +119,7 @@ lint: $(VENV)/stamp-deps ## ruff, clang-format, mypy, the schemas of GitHub's fi
 	$(CLANG_FORMAT) --dry-run -Werror $(FORMAT_INPUTS)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/check-jsonschema --builtin-schema github-workflows .github/workflows/*.yml
-	$(VENV)/bin/check-jsonschema --builtin-schema github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
+	$(VENV)/bin/check-jsonschema --builtin-schema github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml .github/ISSUE_TEMPLATE/question.yml
 	$(VENV)/bin/check-jsonschema --builtin-schema github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(VENV)/bin/check-jsonschema --builtin-schema citation-file-format CITATION.cff
 	$(PY) -m benchmarks.series --check
@@ -266,6 +266,11 @@ wheel: $(VENV)/stamp-deps ## a wheel in dist/
 	rm -f dist/*.whl
 	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 	$(PY) -m zipfile --list dist/paddle_moe_ops-*.whl
+
+release-dry-run: wheel ## the files of a release in build/release, as release.yml makes them, from this machine's wheel
+	rm -rf dist/*.tar.gz build/release
+	$(PY) setup.py -q sdist
+	$(PYTHON) tools/release.py --dry-run dist/*
 
 ci-full: lint core check-aarch64 check-place sanitize fuzz test test-slow test-integrations test-isa fresh-environments ## all checks, the slow ones too
 
