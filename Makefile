@@ -30,7 +30,7 @@ COVERAGE_FLAGS := $(CORE_FLAGS) -O1 -g -w --coverage
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs docs-pictures drawings test test-slow test-integrations test-isa fresh-environments lint format core sanitize asan-triton fuzz coverage bench-report wheel mutants gpu-bundle gpu-sanitize gpu-fuzz gpu-standin gpu-report results-series results-check release-dry-run check-place check-cuda check-aarch64 ci-full clean
+.PHONY: help demo docs docs-pictures notebook drawings test test-slow test-integrations test-isa fresh-environments lint format core sanitize asan-triton fuzz coverage bench-report wheel mutants gpu-bundle gpu-sanitize gpu-fuzz gpu-standin gpu-report results-series results-check release-dry-run check-place check-cuda check-aarch64 ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -97,6 +97,9 @@ $(PAGES)/stamp: $(DOCS)/stamp tools/docs_pages.py tools/coverage_report.py $(she
 docs: $(PAGES)/stamp ## the documentation site in build/site; every warning is an error
 	$(DOCS)/bin/python tools/docs_pages.py gpu_validation.md
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
+
+notebook: $(VENV)/stamp-built ## run examples/quick_tour.ipynb and write its outputs into it
+	$(PY) tools/notebook_outputs.py
 
 docs-pictures: docs ## the site as pictures in build/site_pictures, and a check of its pages in Chromium
 	$(DOCS)/bin/python -m pip --disable-pip-version-check install --quiet "playwright>=1.50"
