@@ -272,7 +272,7 @@ wheel: $(VENV)/stamp-deps ## a wheel in dist/
 
 release-dry-run: wheel ## the files of a release in build/release, as release.yml makes them, from this machine's wheel
 	rm -rf dist/*.tar.gz build/release
-	$(PY) setup.py -q sdist
+	mkdir -p build && $(PY) setup.py -q egg_info --egg-base build sdist
 	$(PYTHON) tools/release.py --dry-run dist/*
 
 ci-full: lint core check-aarch64 check-place sanitize fuzz test test-slow test-integrations test-isa fresh-environments ## all checks, the slow ones too
