@@ -45,7 +45,7 @@ PAGES = {
     "*Layers of experts*": "all shapes, beside PyTorch, SonicMoE, Unsloth, LigerCute and cuBLAS",
     "*Several GPUs*": "dispatch, combine and whole layers, beside NCCL and a copy",
     "*Many GPUs, predicted*": "which transport to choose for 8 to 2048 GPUs, from a model",
-    "*Operators on GPUs*": "each operator and its peers, ceilings, targets, hardware counters",
+    "*Operators on GPUs*": "each operator and its peers, ceilings, hardware counters",
     "*Operators on CPUs*": "each operator and its peers",
     "[Kernels](kernels.md)": "operations, mapping to CTAs, bounds, and what was tried and dropped",
 }

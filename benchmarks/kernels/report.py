@@ -25,7 +25,7 @@ from .operators import OPERATIONS
 from .plot import draw, is_drawn
 from .results import Row, Run, load_run, processor, run_paths
 from .table import markdown
-from .targets import OURS, PUBLIC, TARGETS, TRITON, VERDICT_COLUMNS, judge, verdict_cells
+from .targets import OURS, PUBLIC, TRITON
 
 __all__ = ["main", "newest_runs", "page", "pages", "summaries"]
 
@@ -177,11 +177,6 @@ def page(device: str, runs: Sequence[Run], pictures: dict[str, str]) -> str:
         if heading in pictures:
             parts.append(f"\n![{processor(run)}: operators and peers]({pictures[heading]})\n")
         parts.append(_ceilings(run))
-        verdicts = judge(run.rows, TARGETS.get(run.machine["device"], ()))
-        if verdicts:
-            parts.append(
-                "\n### Targets\n\n" + markdown(VERDICT_COLUMNS, [verdict_cells(verdict) for verdict in verdicts])
-            )
         for operation in OPERATIONS:
             rows = [row for row in run.rows if row.key == operation.key and row.us is not None]
             if rows:

@@ -17,7 +17,7 @@ __all__ = ["draw", "points"]
 
 _FEW_GPUS = (2, 4)  # of one machine
 _MEASURED = "measured between two GPUs"
-_NOT_YET = f"{PLACES[2].name}, {BY_DOMAIN.name} †"
+_NOT_YET = f"{PLACES[2].name}, {BY_DOMAIN.name} (not in the package)"
 _STYLES = {
     PLACES[0].name: ("#d1495b", "o-"),
     PLACES[1].name: ("#2a6f97", "s-"),

@@ -91,8 +91,7 @@ def test_page_names_its_source_and_holds_the_measured_figures(tmp_path):
     table = next(line for line in page.splitlines() if line.startswith("| tileops-32 |"))
     assert "**4.7**" in table
     assert "7.1" in table
-    assert "| unpermute:weighted | core | tileops-32 | <= 5 us |" in page
-    assert "PASS" in page
+    assert "Targets" not in page
     assert "| unpermute:weighted | tileops-32 | bad | out: 1 |" in page
     assert "![" in page
     with Image.open(tmp_path / "docs" / "performance.png") as picture:
@@ -140,9 +139,8 @@ def test_machines_have_sections_of_their_own(tmp_path):
     _, page = make(tmp_path)
     gpu, cpu = page.split("## Imagined CPU, 3 cores")
     assert "## Imagined GPU" in gpu
-    assert "| unpermute:weighted | core | tileops-32 | <= 5 us |" in gpu
-    assert "| unpermute:weighted | public function | tileops-32 | >= 1x the peer | 2 | 950.0 | paddle ops |" in cpu
-    assert "<= 5 us" not in cpu, "the targets are those of the device"
+    assert "**9.0**" in gpu
+    assert "| 950.0" in cpu
     assert (tmp_path / "docs" / "performance_cpu.png").exists()
 
 
