@@ -90,6 +90,11 @@ def nvcc_version(nvcc: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def compression_flags(version: tuple[int, int]) -> list[str]:
+    """Return flags that compress device code, to about a fifth, in a form that drivers of this CUDA read."""
+    return ["--compress-mode=size"] if version >= (13, 0) else ["-Xfatbin=-compress-all"]
+
+
 def gencode_flags(version: tuple[int, int]) -> list[str]:
     """Return flags for device code of every architecture that this nvcc supports, and for PTX of the newest one."""
     known = [architecture for architecture, first in CUDA_ARCHITECTURES if version >= first]
@@ -126,6 +131,29 @@ def choose_cuda() -> tuple[bool, str]:
     if obstacle:
         return False, obstacle
     return True, "PADDLE_MOE_OPS_CUDA=1" if asked else "Paddle is compiled with CUDA and nvcc is there"
+
+
+def description(url: str) -> dict[str, Any]:
+    """Return README and links of the metadata; with the project's URL, relative links become absolute ones."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    if not url:
+        return {"long_description": text, "long_description_content_type": "text/markdown"}
+
+    def absolute(link: re.Match[str]) -> str:
+        before, target = link.groups()
+        if target.startswith("../../"):  # a page of the project on GitHub, as README names it from a branch
+            return f"{before}({url}/{target.removeprefix('../../')})"
+        return f"{before}({url}/{'raw' if before.startswith('!') else 'blob'}/v{VERSION}/{target})"
+
+    return {
+        "long_description": re.sub(r"(!\[[^\]]*\]|\])\((?![a-z]+:|#)([^)\s]+)\)", absolute, text),
+        "long_description_content_type": "text/markdown",
+        "project_urls": {
+            "Homepage": url,
+            "Issues": f"{url}/issues",
+            "Changelog": f"{url}/blob/v{VERSION}/CHANGELOG.md",
+        },
+    }
 
 
 def version_with_paddle() -> str:
@@ -316,15 +344,17 @@ def operators_extension() -> setuptools.Extension:
         extension.runtime_library_dirs = ["$ORIGIN/../paddle/base", "$ORIGIN/../paddle/libs"]
         return extension
     arguments["extra_compile_args"]["cxx"].append("-DPMO_WITH_CUDA")
-    arguments["extra_compile_args"]["nvcc"] = [*NVCC_FLAGS, *gencode_flags(nvcc_version(nvcc_path()))]
+    nvcc = nvcc_version(nvcc_path())
+    arguments["extra_compile_args"]["nvcc"] = [*NVCC_FLAGS, *compression_flags(nvcc), *gencode_flags(nvcc)]
     return cpp_extension.CUDAExtension([*sources, *sources_in("cuda/**/*.cu")], **arguments)
 
 
+DESCRIPTION = description(os.environ.get("REPO_URL", "").rstrip("/"))
 COMMANDS = {"build_ext": BuildOperators, "bdist_wheel": CleanWheel, "sdist": PlainSource}
 if paddle is None:
     # Metadata and the source distribution need no Paddle; build_ext reports that it is missing.
     extension = setuptools.Extension("paddle_moe_ops._C", [])
-    setuptools.setup(version=VERSION, ext_modules=[extension], cmdclass=COMMANDS)
+    setuptools.setup(version=VERSION, ext_modules=[extension], cmdclass=COMMANDS, **DESCRIPTION)
 else:
     if CHECK["paddle_problem"]() is not None:
         raise SystemExit(CHECK["paddle_problem"]())
@@ -334,4 +364,5 @@ else:
         version=version_with_paddle(),
         ext_modules=[operators_extension()],
         cmdclass=COMMANDS,
+        **DESCRIPTION,
     )

@@ -53,6 +53,33 @@ def test_device_code_follows_the_version_of_nvcc(monkeypatch, nvcc, expected):
     )
 
 
+@pytest.mark.parametrize(("nvcc", "flag"), [((12, 6), "-Xfatbin=-compress-all"), ((13, 0), "--compress-mode=size")])
+def test_device_code_is_compressed_so_that_drivers_of_that_cuda_read_it(monkeypatch, nvcc, flag):
+    names, _ = run_setup(monkeypatch)
+    assert names["compression_flags"](nvcc) == [flag]
+
+
+def test_with_the_url_of_the_project_metadata_has_absolute_links(monkeypatch):
+    monkeypatch.setenv("REPO_URL", "https://example.org/owner/name/")
+    names, handed = run_setup(monkeypatch)
+    url, tag = "https://example.org/owner/name", f"v{names['VERSION']}"
+    text = handed["long_description"]
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert len(targets) > 20
+    assert all(target.startswith(("https://", "#")) for target in targets)
+    assert f"]({url}/blob/{tag}/docs/functions.md)" in text
+    assert f"]({url}/raw/{tag}/docs/speed.svg)" in text
+    assert f"]({url}/issues)" in text
+    assert handed["project_urls"]["Issues"] == f"{url}/issues"
+
+
+def test_without_the_url_metadata_has_readme_as_it_is(monkeypatch):
+    monkeypatch.delenv("REPO_URL", raising=False)
+    _, handed = run_setup(monkeypatch)
+    assert handed["long_description"] == (ROOT / "README.md").read_text("utf-8")
+    assert "project_urls" not in handed
+
+
 def test_cuda_is_off_when_asked_to_be(monkeypatch):
     monkeypatch.setenv("PADDLE_MOE_OPS_CUDA", "0")
     names, _ = run_setup(monkeypatch)
