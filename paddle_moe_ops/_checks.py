@@ -77,6 +77,15 @@ def renamed(error: Exception, function: str, caller: str, **arguments: str) -> E
     return type(error)(f"{caller}: {arguments.get(argument, argument)} {rest}")
 
 
+def _remedy(given: Any, allowed: Sequence[str]) -> str:
+    """End of a message about a dtype: how to obtain an allowed one, if there is a way."""
+    if given in _WIDENED and allowed == ["float32"]:
+        return '; convert it with .astype("float32")'
+    if given == paddle.float8_e4m3fn and {"bfloat16", "float32"} & set(allowed):
+        return "; codes need their scales: dequantize_1x128 for rows, QuantizedMatrices for matrices of moe_mlp"
+    return ""
+
+
 def tensor(
     function: str,
     argument: str,
@@ -111,8 +120,7 @@ def tensor(
     if value.dtype not in dtypes:
         names = [dtype_name(dtype) for dtype in dtypes]
         expected = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
-        hint = '; convert it with .astype("float32")' if names == ["float32"] and value.dtype in _WIDENED else ""
-        bad_type(function, argument, f"of dtype {expected}", dtype_name(value.dtype) + hint)
+        bad_type(function, argument, f"of dtype {expected}", dtype_name(value.dtype) + _remedy(value.dtype, names))
     given = value.shape
     matches = len(given) == len(shape)
     for want, size in zip(shape, given, strict=False):

@@ -93,6 +93,7 @@ def _value(function: str, fault: str, changes: dict[str, Any], text: str) -> Bad
 
 ROWS = "bfloat16, float16, float32, float8_e4m3fn or float8_e5m2"
 SUMS = "bfloat16, float16 or float32"
+CODES = "float8_e4m3fn; codes need their scales: dequantize_1x128 for rows, QuantizedMatrices for matrices of moe_mlp"
 FORMS = "a list of ints or of int tensors with one element, a 1-D int array or tensor, or None"
 AMAX = "from 2^-100 to 3.40282347e+38"
 FILLS = "one of 'all', 'meta', 'none'"
@@ -201,7 +202,7 @@ MOE_UNPERMUTE = [
     _type("moe_unpermute", "array for tensor", {"zipped_expertwise_rowmap": np.zeros((T, E), np.int32)},
           "zipped_expertwise_rowmap must be a paddle.Tensor, but got ndarray"),
     _type("moe_unpermute", "float8 rows", {"hidden_states_unzipped": zeros(N, H, dtype=ml_dtypes.float8_e4m3fn)},
-          f"hidden_states_unzipped must be of dtype {SUMS}, but got float8_e4m3fn"),
+          f"hidden_states_unzipped must be of dtype {SUMS}, but got {CODES}"),
     _value("moe_unpermute", "rows of rank 1", {"hidden_states_unzipped": zeros(N)},
            "hidden_states_unzipped must be of shape [num_rows, hidden], but got [6]"),
     _value("moe_unpermute", "no hidden columns", {"hidden_states_unzipped": zeros(N, 0)},
@@ -329,7 +330,7 @@ QUANTIZE = [
            "scale must be None with quantize, which makes the scales, but got Tensor"),
     _type("permute", "float8 rows with quantize",
           {"quantize": "fp8_1x128", "x": zeros(T, H, dtype=ml_dtypes.float8_e4m3fn)},
-          f"x must be of dtype {SUMS}, but got float8_e4m3fn"),
+          f"x must be of dtype {SUMS}, but got {CODES}"),
     _value("permute", "layout without quantize", {"scale_layout": "col"},
            "scale_layout must be 'row' without quantize, but got 'col'"),
     _value("permute", "unknown layout", {"quantize": "fp8_1x128", "scale_layout": "column"},
@@ -339,7 +340,7 @@ QUANTIZE = [
     _type("quantize_1x128", "array for tensor", {"x": np.zeros((T, H), np.float32)},
           "x must be a paddle.Tensor, but got ndarray"),
     _type("quantize_1x128", "float8 rows", {"x": zeros(T, H, dtype=ml_dtypes.float8_e4m3fn)},
-          f"x must be of dtype {SUMS}, but got float8_e4m3fn"),
+          f"x must be of dtype {SUMS}, but got {CODES}"),
     _value("quantize_1x128", "rows of rank 3", {"x": zeros(2, T, H)},
            "x must be of shape [num_tokens, hidden], but got [2, 4, 6]"),
     _value("quantize_1x128", "no hidden columns", {"x": zeros(T, 0)},

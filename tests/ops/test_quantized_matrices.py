@@ -316,6 +316,12 @@ def test_float8_codes_are_for_swiglu_without_biases(options, place):
         moe_mlp(**arguments, **options)
 
 
+def test_codes_without_scales_are_refused_with_a_remedy(place):
+    codes = paddle.ones([3, 32, 64]).astype("float8_e4m3fn")
+    with pytest.raises(TypeError, match=r"must be of dtype float32, but got float8_e4m3fn; .*QuantizedMatrices"):
+        moe_mlp(**{**layer_arguments(place), "gate_up": codes, "down": paddle.ones([3, 32, 32])})
+
+
 def test_keeping_hidden_in_float8_is_refused(place):
     with pytest.raises(ValueError, match="moe_mlp: keep must be 'h' or 'x' with quantised matrices, but got 'h_fp8'"):
         moe_mlp(**layer_arguments(place, "fp8_128x128"), compute="fp8_1x128", keep="h_fp8")
