@@ -105,3 +105,11 @@ def test_the_workflow_publishes_what_the_tool_makes_and_calls_the_one_that_build
     assert re.findall(r"build/release/([\w.]+)$", text, re.MULTILINE)
     for name in ("SHA256SUMS", "sbom.json", "notes.md"):
         assert f"build/release/{name}" in text
+
+
+def test_only_sources_go_to_pypi_and_only_if_the_repository_says_so():
+    text = (ROOT / ".github/workflows/release.yml").read_text("utf-8")
+    release, pypi = text.split("\n  pypi:")
+    assert "name: source-distribution\n          path: build/release/*.tar.gz" in release
+    assert "if: vars.PUBLISH_TO_PYPI == 'true'" in pypi
+    assert "name: source-distribution\n          path: dist" in pypi
