@@ -16,7 +16,7 @@ from tests.packaging import public_api
 from tests.packaging.subprocesses import ROOT, run_python
 
 # The oracle is read, not called by programs. Families of other packages have the signatures of the originals;
-# docs/migrating.md and docs/migrating_fastdeploy.md show their calls side by side with those.
+# docs/migrating*.md show their calls side by side with those.
 WITHOUT_EXAMPLES = ("reference", "compat", "dispatch", "indexed", "masked", "rowmaps")
 _BY_PADDLEFORMERS = "needs PaddleFormers; tests/integrations/test_page.py runs its calls in docs/integrations.md"
 NO_EXAMPLE = dict.fromkeys(("Report", "applied", "apply", "remove"), _BY_PADDLEFORMERS)

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that docs/migrating.md calls the same as in TransformerEngine are the same."""
+"""Functions that docs/migrating_transformer_engine.md calls the same as in TransformerEngine are the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paddle_moe_ops.compat import transformer_engine, transformer_engine_jax
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.masked_model import model_of
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "migrating_transformer_engine.md").read_text(encoding="utf-8")
 
 
 # Every row of the tables is a call by position, in the order that the row names
