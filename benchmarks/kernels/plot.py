@@ -79,10 +79,12 @@ def picture(run: Run) -> Figure:
     for axes, key in zip(grid[0], keys, strict=True):
         axes.set_title(PANELS[key], loc="left", color=INK, fontsize=11, fontweight="bold")
     for line, large in zip(grid, halves, strict=True):
-        for axes, key in zip(line, keys, strict=True):
-            _panel(axes, [row for row in rows if row.key == key and (row.tokens >= LARGE) == large], large, colors)
-        unit = "share of copy speed (more is better)" if large else "microseconds (less is better)"
-        line[0].set_ylabel(unit, color=MUTED)
+        panels = [[row for row in rows if row.key == key and (row.tokens >= LARGE) == large] for key in keys]
+        log = not large and any(_spread(each) > 50 for each in panels)  # bars of the fast ones would not be seen
+        for axes, panel in zip(line, panels, strict=True):
+            _panel(axes, panel, large, log, colors)
+        times = f"microseconds{', logarithmic' if log else ''} (less is better)"
+        line[0].set_ylabel("share of copy speed (more is better)" if large else times, color=MUTED)
     figure.suptitle(_title(run), x=0.01, ha="left", fontsize=11, color=INK)
     handles = {}
     for axes in grid.flat:
@@ -113,7 +115,7 @@ def _colors(rows: Sequence[Row]) -> dict[str, str]:
     return {**named, **{impl: OTHER_COLORS[index % len(OTHER_COLORS)] for index, impl in enumerate(others)}}
 
 
-def _panel(axes: Axes, rows: Sequence[Row], large: bool, colors: dict[str, str]) -> None:
+def _panel(axes: Axes, rows: Sequence[Row], large: bool, log: bool, colors: dict[str, str]) -> None:
     shapes = list(dict.fromkeys(row.shape for row in rows))
     impls = [impl for impl in colors if any(row.impl == impl for row in rows)]
     width = 0.84 / max(len(impls), 1)
@@ -129,7 +131,7 @@ def _panel(axes: Axes, rows: Sequence[Row], large: bool, colors: dict[str, str])
     if large:
         axes.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
         axes.set_ylim(0, 1.15 * max(1.0, axes.get_ylim()[1]))
-    elif _spread(rows) > 50:  # bars of the fast ones would not be seen
+    elif log:
         axes.set_yscale("log")
         axes.set_ylim(top=2 * axes.get_ylim()[1])
     else:
