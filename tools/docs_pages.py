@@ -24,6 +24,7 @@ from benchmarks.kernels import report as operators  # noqa: E402
 from benchmarks.layer import report as layers  # noqa: E402
 from benchmarks.pages import BUILT  # noqa: E402
 from benchmarks.scaling import report as scaling  # noqa: E402
+from benchmarks.serving import report as serving  # noqa: E402
 
 OPERATORS = ("performance_gpu.md", "performance_cpu.md")  # one call writes both
 
@@ -45,6 +46,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
         ["--results", str(ROOT / "benchmarks/results"), "--out", str(path.parent)]
     ),
     "layer_performance.md": lambda path: layers.main(target=path),
+    "serving_performance.md": lambda path: serving.main(target=path),
     "expert_parallel_performance.md": lambda path: exchanges.main(target=path),
     "scaling.md": lambda path: scaling.main(target=path),
     "coverage.md": coverage,

@@ -47,6 +47,7 @@ def assert_one_result(batches, *arguments):
             assert_bits_equal(got, alone[name], what=f"{name} among {size} tokens")
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("sizes", [(64, 32), (80, 48)], ids=str)
 def test_kernels_of_triton(interpreted, sizes, dtype, rng):

@@ -155,6 +155,7 @@ def requirements(files: str = "*.cc") -> dict[str, str]:
     return found
 
 
+@pytest.mark.cpu_only
 def test_every_requirement_of_the_sources_is_broken_by_some_call():
     messages = [fault.message for fault in BAD_CALLS]
     unbroken = {

@@ -50,9 +50,9 @@ def batch(num_tokens: int, seed: int = 0) -> paddle.Tensor:
     return x
 
 
-def loads_of(model: Model) -> list[list[int]]:
+def loads_of(model: Model) -> list[np.ndarray]:
     """Loads of the last pass."""
-    return [each.tokens_per_expert for each in model.blocks if isinstance(each, MoELayer)]
+    return [each.tokens_per_expert.numpy() for each in model.blocks if isinstance(each, MoELayer)]
 
 
 def counted(load: ExpertLoad) -> list[list[int]]:

@@ -53,6 +53,7 @@
 #include "paddle/phi/kernels/gather_nd_grad_kernel.h"
 #include "paddle/phi/kernels/gather_nd_kernel.h"
 #include "paddle/phi/kernels/gaussian_kernel.h"
+#include "paddle/phi/kernels/index_add_kernel.h"
 #include "paddle/phi/kernels/index_sample_grad_kernel.h"
 #include "paddle/phi/kernels/index_sample_kernel.h"
 #include "paddle/phi/kernels/index_select_grad_kernel.h"
@@ -170,6 +171,7 @@ void RigShareData(const Context& dev_ctx, const DenseTensor& x, DenseTensor* out
   KERNEL(gaussian, GaussianKernel)                       \
   KERNEL(greater_equal, GreaterEqualKernel)              \
   KERNEL(greater_than, GreaterThanKernel)                \
+  KERNEL(index_add, IndexAddKernel)                      \
   KERNEL(index_sample, IndexSampleKernel)                \
   KERNEL(index_sample_grad, IndexSampleGradKernel)       \
   KERNEL(index_select, IndexSelectKernel)                \

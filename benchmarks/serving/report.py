@@ -1,0 +1,86 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Writes serving_performance.md to build/pages from ``benchmarks/results/*-serving.jsonl``.
+
+python3 -m benchmarks.serving.report
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pages import BUILT, load
+from benchmarks.spread import deviation, with_deviation
+
+from .models import MODELS
+
+__all__ = ["main"]
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, PAGE = ROOT / "benchmarks/results", BUILT / "serving_performance.md"
+_PEER = "SGLang, maps given"
+
+INTRODUCTION = """# Layers with few tokens: measured
+
+Forward passes of a layer of experts in bfloat16, as decode and small batches have them: replays of CUDA graphs with a
+cold L2, in microseconds, medians with the larger distance of the fastest and the slowest sample. Experts are drawn
+uniformly. The router's matrix product and its top-k are not included.
+
+* *floor* is the bytes of the matrices of experts that have rows, at the speed of the fastest large read of the same
+  process. A layer can be faster: its reads are in a better order than those of that sum.
+* *from ids* includes routing; *maps given* does not.
+* *SGLang* is the Triton kernel of its wheel between plain kernels for SwiGLU and the sum over slots. The benchmark
+  tunes its tiles for each row, and gives it its maps. *ratio* is its time over ours with maps given.
+
+"""
+_COLUMNS = ("model", "tokens", "experts with rows", "floor", "from ids", "maps given", "SGLang", "ratio")
+_HEAD = f"| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|\n"
+
+
+def _time(line: dict[str, Any], name: str) -> str:
+    """A cell: the median and its spread, or why there is none."""
+    found = line.get(name)
+    if found is None:
+        return "-"
+    return "wrong" if "error" in found else with_deviation(found["us"], deviation(found), 1)
+
+
+def _row(line: dict[str, Any]) -> str:
+    ours, peer = line["ours, maps given"], line.get(_PEER, {})
+    ratio = f"{peer['us'] / ours['us']:.2f}" if "us" in peer and "us" in ours else "-"
+    cells = [line["model"], line["tokens"], line["experts"], f"{line['floor_us']:.1f}", _time(line, "ours")]
+    return "| " + " | ".join(map(str, [*cells, _time(line, "ours, maps given"), _time(line, _PEER), ratio])) + " |\n"
+
+
+def _refuse_wrong(path: Path, lines: list[dict[str, Any]]) -> None:
+    """A page shows no results of this package that are wrong."""
+    wrong = [(each["model"], each["tokens"]) for each in lines if "error" in each["ours"]]
+    if wrong:
+        raise SystemExit(f"{path}: wrong results at {wrong}; measure again")
+
+
+def page(paths: list[Path]) -> str:
+    """The text of the page."""
+    text = INTRODUCTION
+    for path in paths:
+        machine, *lines = load(path)
+        _refuse_wrong(path, lines)
+        peer = f", SGLang {machine['sglang']}" if "sglang" in machine else ""
+        text += (
+            f"## {machine['gpu']}\n\nCommit {machine['commit']}, {machine['date']}, PyTorch {machine['torch']}{peer}; "
+        )
+        text += f"fastest read {machine['read_tbs']:.2f} TB/s.\n\n{_HEAD}{''.join(map(_row, lines))}\n"
+    sizes = (f"{name} {hidden}, {inner}, {experts}, {topk}" for name, (hidden, inner, experts, topk) in MODELS.items())
+    return f"{text}Hidden size, inner size, experts and experts of a token: {'; '.join(sizes)}.\n"
+
+
+def main(target: Path = PAGE) -> int:
+    """Write the page."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(page(sorted(RESULTS.glob("*-serving.jsonl"))), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
