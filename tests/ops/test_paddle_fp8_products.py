@@ -205,6 +205,7 @@ def test_scales_of_square_blocks_are_by_row(rng, place):
     check_gemm(a, (b, scales), None, np.float32, False, (True, False), place)
 
 
+@pytest.mark.cpu_only  # on the rig's device, Paddle's kernels write to other memory than that of a view
 def test_gemm_writes_into_a_parameters_gradient_and_into_a_part_of_a_buffer(rng, place):
     a, b = quantised(rng, 4, 128, True), quantised(rng, 6, 128, True)
     given = [tensor(each, place) for each in (*a, *b)]
