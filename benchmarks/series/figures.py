@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from benchmarks.expert_parallel.passes import pass_times, slowest_steps
 from benchmarks.layer.shapes import Shape
 from benchmarks.pages import parsed
+from benchmarks.serving.models import MODELS
 
 __all__ = ["Figure", "Result", "load_results", "result_of"]
 
@@ -104,6 +105,16 @@ def _public_calls(lines: _Lines) -> Iterator[Figure]:
             yield Figure(f"call: {line['operation']}", shape, line["tokens"] / line["us"], "tokens/us", True)
 
 
+def _serving(lines: _Lines) -> Iterator[Figure]:
+    for line in lines:
+        hidden, inner, *_ = MODELS[line["model"]]
+        for name, found in line.items():
+            if isinstance(found, dict) and "us" in found:
+                read = 6 * line["experts"] * hidden * inner / found["us"] / 1e3
+                shape = f"{line['model']}, {line['tokens']}"
+                yield Figure(f"few tokens: {name}", shape, read, "GB/s", name.startswith("ours"))
+
+
 def _exchanges(lines: _Lines) -> Iterator[Figure]:
     for line in lines:
         ours = line["what"].startswith(("dispatch", "combine", "layer"))
@@ -137,6 +148,7 @@ _READERS: dict[str, Callable[[_Lines], Iterator[Figure]]] = {
     "matrix": _operators,
     "grouped-gemm": _grouped_gemm,
     "public-calls": _public_calls,
+    "serving": _serving,
     "expert-parallel": _exchanges,
     "expert-parallel-timeline": _timelines,
 }

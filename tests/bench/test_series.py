@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.series import differences
 from benchmarks.series.__main__ import RESULTS, main
-from benchmarks.series.figures import result_of
+from benchmarks.series.figures import Figure, result_of
 from benchmarks.series.points import Series, points_of
 
 from .test_layer_report import MACHINE, line
@@ -114,6 +114,15 @@ def test_exchanges_have_a_point_in_gigabytes_a_second_and_layers_in_teraflops():
         ("2 x NVIDIA H200", "expert-parallel, expert parallel: dispatch", 250.0, "GB/s", ("dsv3, 8192",)),
         ("2 x NVIDIA H200", "expert-parallel, expert parallel: layer_forward", 500.0, "TFLOP/s", ("dsv3, 8192",)),
     ]
+
+
+def test_layers_with_few_tokens_are_bytes_of_the_matrices_that_are_read_per_time() -> None:
+    machine = '{"machine": true, "gpu": "NVIDIA H200", "date": "2026-11-28"}'
+    found = '{"model": "Qwen3-30B", "tokens": 4, "experts": 10, "ours": {"us": 50.0}, "SGLang": {"error": "x"}}'
+    result = result_of("h200-serving.jsonl", f"{machine}\n{found}\n")
+    assert result is not None
+    ours = Figure("few tokens: ours", "Qwen3-30B, 4", 10 * 6 * 2048 * 768 / 50 / 1e3, "GB/s", True)
+    assert result.figures == [ours]
 
 
 def test_a_benchmark_without_a_reader_is_an_error():

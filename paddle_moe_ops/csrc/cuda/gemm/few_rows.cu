@@ -34,10 +34,9 @@ namespace pmo {
 namespace cuda {
 namespace {
 
-constexpr int kRows = PMO_GROUPED_FEW_ROWS, kMaxExperts = PMO_GROUPED_MAX_FEW_EXPERTS;
+constexpr int kRows = PMO_GROUPED_FEW_ROWS;
 constexpr int kStages = 8;
 constexpr int kConsumerWarps = kWarpgroupThreads / kWarpSize, kWarps = kConsumerWarps + 2, kThreads = kWarps * kWarpSize;
-constexpr int kAccumulators = kRows;  // of a lane: two m64 MMAs of N = kRows
 constexpr int kStageBytes = 2 * kBoxBytes + kRows * kTileK * 2;
 constexpr int kBufferBytes = 2 * kSubtileBytes;                                // subtiles of 16 rows x 64 columns, of both boxes
 constexpr int kSharedBytes = kStages * kStageBytes + 2 * kBufferBytes + 1024;  // the first stage is aligned to 1024 bytes
@@ -59,6 +58,9 @@ struct Params {
 };
 
 #ifdef PMO_SM90A
+
+constexpr int kMaxExperts = PMO_GROUPED_MAX_FEW_EXPERTS;
+constexpr int kAccumulators = kRows;  // of a lane: two m64 MMAs of N = kRows
 
 struct Shared {
   uint64_t full[kStages], empty[kStages];
