@@ -20,6 +20,9 @@ class GradientOptions(NamedTuple):
     defer_dw: bool | str
 
 
+PLAIN_GRADIENTS = GradientOptions(False, False)
+
+
 def operand_of(how: GradientOptions, matrices: Tensor) -> tuple[Any, Deferral | None]:
     """The operand of a GEMM, and the deferral of its gradient or None."""
     accumulate, defer_dw = how  # a plain tuple where bytecode is traced

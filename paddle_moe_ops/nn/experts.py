@@ -33,7 +33,7 @@ from ..mlp import (
 from ..routing import Plan, as_plan, check_weights, row_probs, tokens_of
 from ._common import Size, casting_others, described, initial, sizes, warn_user, weight
 from ._counts import without_experts
-from ._gradients import GradientOptions, gradient_options, gradients_of_call, operand_of
+from ._gradients import PLAIN_GRADIENTS, GradientOptions, gradient_options, gradients_of_call, operand_of
 from ._quantized import codes_of, matrices_of, refuse_sharded_state, replace_matrices, values_of
 from .microbatches import warn_of_codes_for_few_rows
 
@@ -322,7 +322,10 @@ class SwiGLUExperts(nn.Layer):
         is_plain = self.matrix_format is None
         gate_up, down = (self.gate_up, self.down) if is_plain else values_of(self, _NAME, argument, rows)
         given = _Parameters(gate_up, down, self.gate_up_bias, self.down_bias)
-        how = gradients_of_call(_NAME, rows, self.training, **gradient_options(self.memory_options))
+        options = self.memory_options
+        if not (options["accumulate"] or options["defer_dw"]):
+            return given, PLAIN_GRADIENTS
+        how = gradients_of_call(_NAME, rows, self.training, **gradient_options(options))
         if how.defer_dw:
             check_deferrable(_NAME, rows, how.defer_dw, gate_up=gate_up, down=down)
         if not how.accumulate:
@@ -364,7 +367,9 @@ def _by_counts(
     groups = GemmSpec(counts, offsets, False, None, _checks.validation(_NAME, None, rows), is_checked)
     # Under mixed precision each GEMM casts its operands, which may change the backend.
     product = multiplied if paddle.amp.is_autocast_enabled() else resolve("grouped_gemm", rows).grouped_gemm
-    (gate_up, of_gate_up), (down, of_down) = operand_of(how, gate_up), operand_of(how, down)
+    of_gate_up = of_down = None
+    if how[1]:  # defer_dw
+        (gate_up, of_gate_up), (down, of_down) = operand_of(how, gate_up), operand_of(how, down)
     first = product(rows, gate_up, None, first_bias, groups._replace(deferral=of_gate_up))
     return product(FUNCTIONS[activation](first), down, None, second_bias, groups._replace(deferral=of_down))
 
@@ -388,7 +393,9 @@ def _by_plan(
         weights = row_probs(probs, plan)
     groups = GemmSpec(plan.tokens_per_expert, plan.expert_offsets, False, None, _checks.validation(_NAME, None, x))
     with _checks.renaming("grouped_gemm", _NAME, X=argument):
-        (gate_up, of_gate_up), (down, of_down) = operand_of(how, gate_up), operand_of(how, down)
+        of_gate_up = of_down = None
+        if how[1]:  # defer_dw
+            (gate_up, of_gate_up), (down, of_down) = operand_of(how, gate_up), operand_of(how, down)
         hidden = multiplied(x, gate_up, None, first_bias, groups._replace(plan=plan, deferral=of_gate_up))
         return multiplied(activate(hidden, activation), down, weights, second_bias, groups._replace(deferral=of_down))
 
@@ -415,7 +422,8 @@ def _combined(
     """Each expert on its tokens, and the sums of their rows; the sizes are E, H and I, ``name`` begins errors."""
     if compute is None and is_first_microbatch is not None:
         warn_user(f'{name}: is_first_microbatch has no effect without compute="fp8_1x128"')
-    accumulate, defer_dw = gradients_of_call(name, x, training, accumulate=accumulate, defer_dw=defer_dw)
+    if accumulate or defer_dw:
+        accumulate, defer_dw = gradients_of_call(name, x, training, accumulate=accumulate, defer_dw=defer_dw)
     if accumulate:
         _check_destinations(name, experts)
     if defer_dw:

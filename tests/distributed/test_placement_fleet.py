@@ -102,7 +102,7 @@ def refused(kind: str) -> list[str]:
 def test_what_is_not_known_to_be_right_is_refused(ranks, kind):
     for texts in ranks(2, refused, kind=kind):
         assert texts == [
-            "ValueError: move_experts: optimizer must be one that keeps whole states on every rank, but got _Sharding",
+            "ValueError: move_experts: optimizer must be one that keeps whole states on every rank, but got Sharding",
             "ValueError: distributed_optimizer: placement must be one in which each rank has experts, with sharding, "
             "but got [1, 1, 1, 1]",
         ]

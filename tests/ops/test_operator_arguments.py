@@ -133,8 +133,28 @@ def test_matrices_that_have_no_values_in_float8_raise(matrices, message, place):
     assert str(caught.value) == f"moe_mlp: {message}"
 
 
+@pytest.mark.parametrize(
+    ("operator", "first", "second", "expected"),
+    [
+        ("grouped_dgrad", zeros(S, H + 1), zeros(E, S, H), f"[any, {H}]"),
+        ("grouped_wgrad", zeros(S, H), zeros(S + 1, H), f"[{S}, any]"),
+    ],
+)
+def test_gradients_of_other_sizes_than_the_product_raise(operator, first, second, expected, place):
+    """These operators are called directly alone, for products whose wgrad comes later."""
+    register_operators()
+    sizes = zeros(E, dtype=np.int32)(place)
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        compiled.direct(operator, first(place), second(place), sizes, sizes, False, True)
+    given = [S, H + 1] if operator == "grouped_dgrad" else [S + 1, H]
+    assert str(caught.value) == f"grouped_gemm: {wrong_shape('the gradient of the product', expected, given)}"
+
+
 # Requirements that have a test of their own, here or where there are two devices.
-ELSEWHERE = {"all tensors must be on one device", ": every tensor must be ", NO_TENSOR, "the matrices must be "}
+ELSEWHERE = {
+    *("all tensors must be on one device", ": every tensor must be ", "the gradient of the product must be "),
+    *(NO_TENSOR, "the matrices must be "),
+}
 
 
 def requirements(files: str = "*.cc") -> dict[str, str]:
@@ -155,7 +175,6 @@ def requirements(files: str = "*.cc") -> dict[str, str]:
     return found
 
 
-@pytest.mark.cpu_only
 def test_every_requirement_of_the_sources_is_broken_by_some_call():
     messages = [fault.message for fault in BAD_CALLS]
     unbroken = {

@@ -52,7 +52,11 @@ def batch(num_tokens: int, seed: int = 0) -> paddle.Tensor:
 
 def loads_of(model: Model) -> list[np.ndarray]:
     """Loads of the last pass."""
-    return [each.tokens_per_expert.numpy() for each in model.blocks if isinstance(each, MoELayer)]
+    return [
+        np.array(paddle.to_tensor(each.tokens_per_expert).tolist())
+        for each in model.blocks
+        if isinstance(each, MoELayer)
+    ]
 
 
 def counted(load: ExpertLoad) -> list[list[int]]:
