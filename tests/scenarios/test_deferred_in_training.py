@@ -188,7 +188,7 @@ def test_a_wrapper_of_one_process_reduces_nothing():
 
 @use_backend("compiled")  # of graphs
 def test_a_block_in_train_mode_is_not_traced():
-    """By bytecode it may run in dygraph instead: Paddle stops tracing code that it has traced for many other layers."""
+    """Tracing by bytecode may run it in dygraph: Paddle stops tracing code that it has traced for many layers."""
     layer = paddle.jit.to_static(MoELayer(H, I, E, K, defer_dw=True), full_graph=True)
     expected = r"defer_dw must be False, or the layer in eval\(\) mode, in a static graph, but got True"
     with pytest.raises(Exception, match=expected):
