@@ -16,15 +16,15 @@ from tests.python_calls import python_calls
 from .processes import run
 
 PEER = {"transport": "peer", "tokens_per_rank": 16}
-# Options, calls and files.
+# Options, calls and files. In processes that ran other tests before, a step has up to three calls more.
 LIMITS: list[tuple[dict[str, Any], int, int]] = [
     ({"combine": "reduced", **PEER}, 220, 14),
     ({"combine": "exact", **PEER}, 265, 14),
     ({"combine": "exact", "payload": "fp8_1x128", **PEER}, 265, 14),
-    ({"combine": "reduced"}, 270, 14),
+    ({"combine": "reduced"}, 275, 14),
     ({"combine": "reduced", "tokens_per_rank": 16}, 260, 14),
-    ({"combine": "reduced", "payload": "fp8_1x128"}, 295, 14),
-    ({"combine": "exact"}, 295, 14),
+    ({"combine": "reduced", "payload": "fp8_1x128"}, 300, 14),
+    ({"combine": "exact"}, 300, 14),
 ]
 
 
