@@ -64,7 +64,7 @@ typedef struct pmo_grouped_product_params {
                          // `hidden`, not GRADIENT
   int32_t gathers;       // not 0: row r is x[row_to_token[r]], zeros if x has no such row; not with PLAIN
   int32_t tile_columns;  // of the ping-pong kernel: PMO_GROUPED_TILE_COLUMNS or PMO_GROUPED_WIDE_COLUMNS
-  // Of the kernel for few rows:
+  // The following are read by the kernel for few rows only.
   int32_t sizes_kind;
   int32_t offsets_kind;
   int32_t only_x_is_new;  // not 0: the previous launch of the stream was one of this kernel, and made no other input than x
