@@ -16,7 +16,13 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from paddle_moe_ops.reference import dequantize_1x128, quantize_1x128, quantize_128x128
+from paddle_moe_ops.reference import (
+    MATRIX_FORMATS,
+    dequantize_1x128,
+    dequantize_matrices,
+    quantize_1x128,
+    quantize_128x128,
+)
 from paddle_moe_ops.reference.activations import activate, activation_factors
 
 from .operators.grouped_gemm import (
@@ -101,9 +107,8 @@ def product(p: ProductParams) -> None:
     _check_launch(p)
     assert p.tile_rows != FEW_ROWS or (p.result != Result.GRADIENT and not p.address("hidden") and p.first_row == 0)
     assert p.gathers or p.window_rows <= p.num_sources
-    dtype, experts = _NAMES[p.dtype], p.num_experts
-    shape = (p.outer, p.inner) if p.transpose else (p.inner, p.outer)
-    matrices = _array(p, "matrix", (experts, *shape), dtype)
+    dtype = _NAMES[p.dtype]
+    multiply = _multiplication(p)
     source = _array(p, "x", (p.num_sources, p.inner), dtype, p.x_row_stride)
     owners = _array(p, "row_to_token", (p.num_rows,), np.int32)
     out = _array(p, "out", (p.num_rows, p.width), dtype)
@@ -111,7 +116,7 @@ def product(p: ProductParams) -> None:
     for expert, rows in _groups_of_sizes(p) if p.tile_rows == FEW_ROWS else _groups(p, p.tile_rows):
         x = _gathered(source, owners[rows]) if p.gathers else source[rows.start - p.first_row : rows.stop - p.first_row]
         assert len(x) == rows.stop - rows.start, "a tile reads rows behind its chunk"
-        made = _sums("rk,kc->rc", x, matrices[expert].T if p.transpose else matrices[expert])
+        made = multiply(x, expert)
         if p.result == Result.PLAIN:
             out[rows] = made[:, p.first_column : p.first_column + p.width] * _weights(p, rows)
         elif p.result == Result.GATED:
@@ -119,6 +124,42 @@ def product(p: ProductParams) -> None:
             out[rows] = activate(hidden[rows], "swiglu")
         else:
             hidden[rows], out[rows] = _gradient(p, rows, made.astype(dtype), hidden[rows])
+
+
+def _multiplication(p: ProductParams) -> Callable[[NDArray, int], NDArray]:
+    """The product of rows with the matrix of an expert, in float32."""
+    experts, dtype = p.num_experts, _NAMES[p.dtype]
+    if not p.address("matrix_scales"):
+        shape = (p.outer, p.inner) if p.transpose else (p.inner, p.outer)
+        values = _array(p, "matrix", (experts, *shape), dtype)
+        return lambda x, expert: _sums("rk,kc->rc", x, values[expert].T if p.transpose else values[expert])
+    assert p.tile_rows == FEW_ROWS
+    assert p.transpose
+    format = MATRIX_FORMATS[p.matrix_format]
+    depth, is_packed = -(-p.inner // GROUP), format.startswith("int4")
+    if format == "fp8_128x128":
+        codes = _array(p, "matrix", (experts, p.outer, p.inner), FLOAT8)
+        scales = _array(p, "matrix_scales", (experts, -(-p.outer // GROUP), depth), np.float32)
+        return lambda x, expert: _float8_sums(*quantize_1x128(x, amax_min=p.amax_min), codes[expert], scales[expert])
+    codes = _array(p, "matrix", (experts, p.outer, p.inner // 2 if is_packed else p.inner), np.int8)
+    scales = _array(p, "matrix_scales", (experts, p.outer, depth) if format == "int4_1x128" else codes.shape[:2], "f4")
+
+    def multiply(x: NDArray, expert: int) -> NDArray:
+        options = {"format": format, "inner": p.inner, "transpose": True, "dtype": dtype}
+        values = dequantize_matrices(codes[[expert]], scales[[expert]], **options)[0]
+        return _sums("rk,ck->rc", x, np.ascontiguousarray(values))  # in the order of sums of contiguous values
+
+    return multiply
+
+
+def _float8_sums(x: NDArray, scales: NDArray, matrix: NDArray, matrix_scales: NDArray) -> NDArray:
+    """Sums over groups of 128 columns, each times both scales: rows [R, K] and a matrix [N, K]."""
+    made = np.zeros((len(x), len(matrix)), np.float32)
+    for group in range(scales.shape[1]):
+        columns = slice(group * GROUP, (group + 1) * GROUP)
+        factors = np.repeat(matrix_scales[:, group], GROUP)[: len(matrix)]
+        made += _sums("rk,ck->rc", x[:, columns], matrix[:, columns]) * scales[:, group, None] * factors
+    return made
 
 
 def _weights(p: ProductParams | Float8Params, rows: slice) -> NDArray:
@@ -182,12 +223,7 @@ def float8(p: Float8Params) -> None:
     for expert, rows in _groups(p, PING_PONG):
         taken = slice(rows.start - p.first_row, rows.stop - p.first_row)
         assert len(x[taken]) == rows.stop - rows.start, "a tile reads rows behind its chunk"
-        made = np.zeros((rows.stop - rows.start, p.outer), np.float32)
-        for group in range(depth):
-            columns = slice(group * GROUP, (group + 1) * GROUP)
-            factors = np.repeat(matrix_scales[expert, :, group], GROUP)[: p.outer]
-            sums = _sums("rk,ck->rc", x[taken, columns], matrices[expert, :, columns])
-            made += sums * scales[taken, group, None] * factors
+        made = _float8_sums(x[taken], scales[taken], matrices[expert], matrix_scales[expert])
         if p.result == Result.PLAIN:
             out[rows] = made[:, p.first_column : p.first_column + p.width] * _weights(p, rows)
         elif p.result == Result.GATED:

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from paddle_moe_ops.reference import Plan, quantize_128x128
+from paddle_moe_ops.reference import MATRIX_FORMATS, Plan, quantize_128x128, quantize_matrices
 
 from .binding import Core
 from .gemms_in_numpy import FUNCTION, callbacks
@@ -45,7 +45,7 @@ class Facts(Params):
 
     _fields_ = fields(
         (Size, "struct_size num_tokens num_rows num_experts hidden inner workspace"),
-        (Int, "dtype num_sms memory_gbps backward keeps_hidden needs_d_weights float8 has_codes part"),
+        (Int, "dtype num_sms memory_gbps backward keeps_hidden needs_d_weights float8 has_codes codes_format part"),
     )
 
 
@@ -143,6 +143,7 @@ class Layer(NamedTuple):
     Attributes:
         float8: whether GEMMs have float8 operands.
         has_codes: whether the passes receive the codes of the matrices.
+        codes_format: of codes without float8 operands, which only the kernel for few rows reads.
         keeps: H between the passes.
         accumulations: of the gradients of both matrices.
     """
@@ -156,6 +157,7 @@ class Layer(NamedTuple):
     gpu: tuple[int, int] = H100
     float8: bool = False
     has_codes: bool = False
+    codes_format: str = "int8"
     keeps: Hidden = Hidden.KEEPS
     accumulations: tuple[Accumulation, Accumulation] = (Accumulation.OVERWRITES, Accumulation.OVERWRITES)
 
@@ -180,6 +182,7 @@ class Layer(NamedTuple):
             needs_d_weights=int(needs_d_weights),
             float8=int(self.float8),
             has_codes=int(self.has_codes),
+            codes_format=MATRIX_FORMATS.index(self.codes_format),
         )
 
 
@@ -205,7 +208,12 @@ def _codes(layer: Layer, backward: int) -> dict[str, NDArray]:
         for prefix, turns in (("", not layer.transpose), ("turned_", layer.transpose)):
             is_read = backward if prefix else not backward or (name == "gate_up" and layer.keeps == Hidden.RECOMPUTES)
             if is_read:
-                codes, scales = quantize_128x128(matrices.swapaxes(1, 2) if turns else matrices, amax_min=AMAX_MIN)
+                stored = np.ascontiguousarray(matrices.swapaxes(1, 2)) if turns else matrices
+                if layer.float8:
+                    codes, scales = quantize_128x128(stored, amax_min=AMAX_MIN)
+                else:
+                    made_codes = quantize_matrices(stored, format=layer.codes_format, transpose=True)
+                    codes, scales = (np.array(each, order="C", copy=True) for each in made_codes)
                 made[f"{prefix}{name}_codes"], made[f"{prefix}{name}_scales"] = codes, scales
     return made
 
@@ -247,6 +255,15 @@ def run(core: Core, facts: Facts, params: LayerParams) -> None:
         structs = ctypes.byref(facts), ctypes.byref(params), ctypes.byref(kernels)
         with core.on_device(params) as stream:
             core.check(core.entry_of("pmo_layer_run", len(structs))(*structs, stream))
+
+
+def forward(core: Core, layer: Layer, x: NDArray) -> NDArray:
+    """The result of a forward pass that keeps no H, poisoned before."""
+    assert layer.keeps == Hidden.RECOMPUTES
+    with guarded_outputs() as output:
+        out = output(x.shape, x.dtype)
+        run(core, layer.facts(x, FORWARD), _params(layer, x, FORWARD, out=out))
+    return out
 
 
 ALL = (True, True, True, True)

@@ -36,6 +36,10 @@ OUTER = (
 )
 ADDRESS = 1 << 20
 FEW = {"tile_rows": FEW_ROWS, "sizes": ADDRESS}
+# pmo_matrix_format
+INT8, INT4, INT4_1X128, FLOAT8_128X128 = range(4)
+CODES = {**FEW, "matrix_scales": ADDRESS, "matrix_format": INT8, "transpose": 1, "amax_min": AMAX_MIN}
+FLOAT8_CODES = {**CODES, "matrix_format": FLOAT8_128X128}
 
 
 Valid = tuple[dict[str, Any], tuple[str, ...]]
@@ -94,6 +98,21 @@ def refusal(core: Core, operator: str, params: Params, valid: Valid, changes: di
         ({**FEW, "x_row_stride": 1 << 31}, "x_row_stride must be below 2^31 with PMO_GROUPED_FEW_ROWS"),
         ({**FEW, "sizes_kind": 2}, "sizes_kind must be PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64"),
         ({**FEW, "offsets": ADDRESS + 2}, "offsets must be NULL or an aligned array of ids"),
+        ({"matrix_scales": ADDRESS}, "matrix_scales must be NULL unless tile_rows is PMO_GROUPED_FEW_ROWS"),
+        ({**CODES, "matrix_scales": ADDRESS + 2}, "matrix_scales must be"),
+        ({**CODES, "matrix_format": 4}, "matrix_format must be one of pmo_matrix_format"),
+        ({**CODES, "transpose": 0}, "transpose must be 1 with codes"),
+        ({**CODES, "inner": 24}, "inner must be a multiple of 16, or of 32 for int4, with codes"),
+        ({**CODES, "matrix_format": INT4, "inner": 48}, "inner must be a multiple of 16, or of 32 for int4"),
+        ({**CODES, "matrix_format": INT4_1X128, "inner": 48}, "inner must be a multiple of 16, or of 32 for int4"),
+        ({**FLOAT8_CODES, "inner": 24}, "inner must be a multiple of 16, or of 32 for int4, with codes"),
+        ({**FLOAT8_CODES, "dtype": 1}, "dtype must be PMO_BFLOAT16 with float8 codes"),
+        ({**FLOAT8_CODES, "amax_min": 0.0}, "amax_min must be in [2^-100, FLT_MAX]"),
+        ({**FLOAT8_CODES, "first_column": 64, "width": 64}, "first_column must be a multiple of 128 with float8"),
+        (
+            {**FLOAT8_CODES, "result": Result.GATED, "width": 64},
+            "width must be a multiple of 128 with float8 codes and SwiGLU",
+        ),
         (
             {"tile_rows": PING_PONG, "tile_columns": 160},
             "tile_columns must be PMO_GROUPED_TILE_COLUMNS or PMO_GROUPED_WIDE_COLUMNS",

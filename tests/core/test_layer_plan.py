@@ -88,6 +88,54 @@ def test_few_rows_without_h_have_a_kernel_of_their_own_which_needs_no_tables(
     assert (made.tables_size == 0) == (expected == FEW_ROWS)
 
 
+# Mean rows per expert up to which the kernel for few rows reads codes.
+MAX_ROWS_OF_FLOAT8, MAX_ROWS_OF_INTEGERS = 24, 64
+
+
+@pytest.mark.parametrize(
+    ("rows", "facts", "expected"),
+    [
+        (MAX_ROWS_OF_FLOAT8, {"float8": 1}, FEW_ROWS),
+        (MAX_ROWS_OF_FLOAT8, {"float8": 1, "has_codes": 1}, FEW_ROWS),
+        (MAX_ROWS_OF_FLOAT8 + 1, {"float8": 1, "has_codes": 1}, PING_PONG),
+        (MAX_ROWS_OF_FLOAT8, {"float8": 1, "keeps_hidden": Hidden.KEEPS_CODES}, PING_PONG),
+        (MAX_ROWS_OF_FLOAT8, {"float8": 1, "backward": 1}, PING_PONG),
+        # no limit of elements
+        (16, {"float8": 1, "num_experts": 256, "num_rows": 4096, "hidden": 7168, "inner": 2048}, FEW_ROWS),
+        *((MAX_ROWS_OF_INTEGERS, {"has_codes": 1, "codes_format": format}, FEW_ROWS) for format in range(3)),
+        (MAX_ROWS_OF_INTEGERS + 1, {"has_codes": 1}, SWAP_AB),
+        (MAX_ROWS_OF_INTEGERS, {"has_codes": 1, "keeps_hidden": Hidden.KEEPS}, SWAP_AB),
+        # rows of codes are multiples of 16 bytes
+        (16, {"has_codes": 1, "hidden": 48, "inner": 16}, FEW_ROWS),
+        (16, {"has_codes": 1, "hidden": 48, "inner": 24}, SWAP_AB),
+        (16, {"has_codes": 1, "hidden": 40, "inner": 16, "num_rows": 900}, SWAP_AB),
+        (16, {"has_codes": 1, "codes_format": 1, "hidden": 96, "inner": 32}, FEW_ROWS),
+        (16, {"has_codes": 1, "codes_format": 1, "hidden": 96, "inner": 48, "num_rows": 900}, SWAP_AB),
+        (16, {"has_codes": 1, "codes_format": 2, "hidden": 80, "inner": 32, "num_rows": 900}, SWAP_AB),
+    ],
+    ids=str,
+)
+def test_few_rows_are_multiplied_by_codes_as_they_are(
+    core: Core, rows: int, facts: dict[str, int], expected: int
+) -> None:
+    made = plain_layer(core, rows, **{"hidden": 256, "inner": 128, **facts})
+    assert made.sum_tile_rows == expected
+    assert (made.tables_size == 0) == (expected == FEW_ROWS)
+    assert made.gathers == (expected != PING_PONG)
+
+
+def test_memory_of_few_rows_is_a_buffer_the_activations_and_codes_that_are_not_given(core: Core) -> None:
+    rows, hidden, inner = 40, 256, 128
+    sizes = {"num_tokens": 20, "num_rows": rows, "num_experts": 2, "hidden": hidden, "inner": inner}
+    sizes |= {"workspace": GIB, "dtype": 2}
+    of_rows = aligned(2 * rows * hidden) + aligned(2 * rows * inner)
+    matrix = aligned(2 * hidden * 2 * inner) + aligned(4 * 2 * 2 * 2)
+    assert choices(core, **sizes).bytes == of_rows
+    assert choices(core, **sizes, has_codes=1).bytes == of_rows
+    assert choices(core, **sizes, float8=1, has_codes=1).bytes == of_rows
+    assert choices(core, **sizes, float8=1).bytes == of_rows + matrix
+
+
 def plain_layer(core: Core, rows: int, hidden: int, inner: int, **facts: int) -> Choices:
     """Choices of a layer whose tokens have one slot each; ``rows`` of each of two experts."""
     sizes = {"num_tokens": 2 * rows, "num_rows": 2 * rows, "num_experts": 2, "hidden": hidden, "inner": inner}
@@ -216,6 +264,14 @@ def test_facts_that_no_layer_has_are_refused(core: Core, bad: dict[str, int], na
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
+        (
+            {"codes_format": 3, "float8": 0, "has_codes": 1, "keeps_hidden": 1},
+            "codes_format must be a format of integers without float8 operands",
+        ),
+        (
+            {"codes_format": -1, "float8": 0, "has_codes": 1, "keeps_hidden": 1},
+            "codes_format must be a format of integers without float8 operands",
+        ),
         ({"dtype": 1}, "dtype must be PMO_BFLOAT16 with float8 operands"),
         ({"hidden": 24}, "hidden must be a multiple of 16 with float8 operands"),
         ({"inner": 192}, "inner must be a multiple of 128 with float8 operands"),
@@ -372,6 +428,17 @@ def test_parts_of_a_backward_pass_that_do_not_exist_are_refused(
 ) -> None:
     with pytest.raises(CoreError, match=expected):
         choices(core, **{**PART, "backward": 1, **facts})
+
+
+@pytest.mark.parametrize(
+    "facts", [{"backward": 1}, {"keeps_hidden": Hidden.KEEPS}, {"num_rows": 129}], ids=["backward", "keeps H", "rows"]
+)
+def test_integer_codes_of_other_passes_are_refused(core: Core, facts: dict[str, int]) -> None:
+    params = LayerParams(x_row_stride=16, d_out_row_stride=16, slots_per_token=2)
+    hidden = ("hidden",) if "keeps_hidden" in facts else ()
+    params.point_at(**dict.fromkeys({"x", "d_out", "workspace", "out", *hidden}, 16))
+    with pytest.raises(CoreError, match=r"^INVALID_ARGUMENT: has_codes must be 0 where values are read"):
+        call(core, Facts(**{**PART, "has_codes": 1, **facts}), params, Kernels())
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,13 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
+#include <cfloat>
+
 #include "common/checks.h"
 #include "common/grouped_sizes.h"
 #include "common/ids.h"
+#include "common/matrix_layout.h"
+#include "common/scales.h"
 #include "common/status.h"
 
 namespace pmo {
@@ -30,6 +34,24 @@ int check_few_rows(const pmo_grouped_product_params& p) {
   PMO_REQUIRE(is_id_array(p.sizes, p.sizes_kind, p.num_experts), "sizes", "an aligned array of ids");
   PMO_REQUIRE(p.offsets == nullptr || (is_id_kind(p.offsets_kind) && is_id_array(p.offsets, p.offsets_kind, p.num_experts)),
               "offsets", "NULL or an aligned array of ids");
+  return PMO_OK;
+}
+
+// Scales and kinds of codes that the kernel for few rows reads.
+int check_codes(const pmo_grouped_product_params& p) {
+  PMO_REQUIRE(p.matrix_format >= PMO_MATRIX_INT8 && p.matrix_format <= PMO_MATRIX_FLOAT8_128X128, "matrix_format",
+              "one of pmo_matrix_format");
+  PMO_REQUIRE(p.transpose != 0, "transpose", "1 with codes");
+  PMO_REQUIRE_ARRAY(p.matrix_scales, 1, "matrix_scales");
+  const bool is_float8 = p.matrix_format == PMO_MATRIX_FLOAT8_128X128;
+  const int64_t step = is_int4(p.matrix_format) ? 32 : 16;  // codes in 16 bytes
+  PMO_REQUIRE(p.inner % step == 0, "inner", "a multiple of 16, or of 32 for int4, with codes");
+  if (!is_float8) return PMO_OK;
+  PMO_REQUIRE(p.dtype == PMO_BFLOAT16, "dtype", "PMO_BFLOAT16 with float8 codes");
+  PMO_REQUIRE(p.amax_min >= kAmaxMin && p.amax_min <= FLT_MAX, "amax_min", "in [2^-100, FLT_MAX]");
+  PMO_REQUIRE(p.first_column % PMO_QUANTIZE_GROUP == 0, "first_column", "a multiple of 128 with float8 codes");
+  PMO_REQUIRE(p.result == PMO_GROUPED_PLAIN || p.width % PMO_QUANTIZE_GROUP == 0, "width",
+              "a multiple of 128 with float8 codes and SwiGLU");
   return PMO_OK;
 }
 
@@ -71,12 +93,16 @@ int check_grouped_product(const pmo_grouped_product_params& p) {
               "an array at a multiple of 16 bytes");
   if (has_few_rows) {
     if (const int status = check_few_rows(p)) return status;
+    if (p.matrix_scales != nullptr) {
+      if (const int status = check_codes(p)) return status;
+    }
   } else {
     PMO_REQUIRE_ARRAY(p.first, p.num_experts, "first");
     PMO_REQUIRE_ARRAY(p.stop, p.num_experts, "stop");
     PMO_REQUIRE_ARRAY(p.tiles, p.num_experts + 1, "tiles");
     PMO_REQUIRE_ARRAY(p.window, 2, "window");
     if (p.tile_rows == PMO_GROUPED_TURNED_ROWS) PMO_REQUIRE_ARRAY(p.counters, 2, "counters");
+    PMO_REQUIRE(p.matrix_scales == nullptr, "matrix_scales", "NULL unless tile_rows is PMO_GROUPED_FEW_ROWS");
   }
   if (p.gathers == 0) return PMO_OK;
   PMO_REQUIRE(p.result != PMO_GROUPED_PLAIN, "gathers", "0 for a plain result");

@@ -9,6 +9,8 @@
 #include <cfloat>
 #include <cstdint>
 
+#include "cuda/warp.cuh"
+
 namespace pmo {
 namespace cuda {
 
@@ -20,6 +22,28 @@ __device__ inline float float8_scale(float amax, float amax_min) {
 // Two codes, the first in the low byte. The conversion rounds to nearest even, saturates and maps NaN to 0x7F.
 __device__ inline uint32_t float8_pair(float first, float second, float inverse) {
   return __nv_cvt_float2_to_fp8x2({__fmul_rn(first, inverse), __fmul_rn(second, inverse)}, __NV_SATFINITE, __NV_E4M3);
+}
+
+// Scale of a group spread over kLanes neighbouring lanes of a warp; `values` are a lane's own. All lanes of the warp call it.
+template <int kLanes, int kCount>
+__device__ inline float float8_group_scale(const float (&values)[kCount], float amax_min) {
+  float amax = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) amax = fmaxf(amax, fabsf(values[i]));  // fmaxf ignores NaN
+#pragma unroll
+  for (int lanes = 1; lanes < kLanes; lanes *= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
+  return float8_scale(amax, amax_min);
+}
+
+// Codes of 16 values in their order.
+__device__ inline uint4 float8_codes(const float (&values)[16], float inverse) {
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float* v = values + 4 * i;
+    words[i] = float8_pair(v[0], v[1], inverse) | float8_pair(v[2], v[3], inverse) << 16;
+  }
+  return {words[0], words[1], words[2], words[3]};
 }
 
 // Value of a code. Exact: float16 represents every e4m3 value.

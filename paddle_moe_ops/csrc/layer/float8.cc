@@ -3,7 +3,6 @@
 
 // A pass with float8 operands, with launches in the order of pmo/layer.h. Tokens are quantised once, and their codes permuted by
 // row chunks.
-#include "common/scales.h"
 #include "layer/pass.h"
 
 namespace pmo {
@@ -22,7 +21,7 @@ class Float8Pass : public Pass {
       : Pass(facts, params, kernels, stream),
         tokens_(take_codes(f_.num_tokens, f_.hidden)),
         chunk_(take_codes(held_rows(f_, plan_), f_.hidden)) {
-    if (f_.has_codes == 0) matrix_ = take(matrix_codes_bytes(f_));
+    take_matrix_codes();
   }
 
   int forward() {
@@ -62,41 +61,9 @@ class Float8Pass : public Pass {
   }
 
  private:
-  // A matrix of each expert as it is stored.
-  struct Matrices {
-    const void* data;
-    int64_t rows, columns;
-  };
-
-  Matrices gate_up() const { return stored(p_.gate_up, f_.hidden, 2 * f_.inner); }
-  Matrices down() const { return stored(p_.down, f_.inner, f_.hidden); }
-  Matrices stored(const void* data, int64_t inner, int64_t outer) const {
-    return p_.transpose ? Matrices{data, outer, inner} : Matrices{data, inner, outer};
-  }
-
   Codes take_codes(int64_t rows, int64_t columns) {
     void* const codes = take(rows * columns);
     return {codes, static_cast<float*>(take(4 * rows * divide_up(columns, kGroup)))};
-  }
-
-  // Codes of a matrix: those given, or in memory that all matrices of a pass share. `turns`: of its transpose.
-  int codes_of(const pmo_layer_codes& given, const Matrices& matrices, bool turns, pmo_layer_codes* codes) {
-    *codes = given;
-    if (f_.has_codes != 0) return PMO_OK;
-    auto* const scales =
-        reinterpret_cast<float*>(static_cast<char*>(matrix_) + aligned_bytes(f_.num_experts * matrices.rows * matrices.columns));
-    *codes = {matrix_, scales};
-    pmo_quantize_blocks_params q = {};
-    q.struct_size = sizeof q;
-    q.num_matrices = f_.num_experts;
-    q.num_rows = matrices.rows;
-    q.num_columns = matrices.columns;
-    q.x = matrices.data;
-    (turns ? q.turned_codes : q.codes) = matrix_;
-    (turns ? q.turned_scales : q.scales) = scales;
-    q.dtype = f_.dtype;
-    q.amax_min = kAmaxMin;
-    return kernels_.quantize_blocks(&q, stream_);
   }
 
   int quantize(const Rows& tokens) {
@@ -200,7 +167,6 @@ class Float8Pass : public Pass {
   }
 
   const Codes tokens_, chunk_;  // of x or dO, and a chunk of their rows
-  void* matrix_ = nullptr;
 };
 
 }  // namespace

@@ -27,7 +27,12 @@ int check_facts(const pmo_layer_facts& f) {
     PMO_REQUIRE(f.float8 == 0, "float8", "0 with PMO_LAYER_WGRADS");
     PMO_REQUIRE(f.keeps_hidden == 0 && f.needs_d_weights == 0, "keeps_hidden", "0 with PMO_LAYER_WGRADS, as needs_d_weights");
   }
-  if (f.float8 == 0) return PMO_OK;
+  if (f.float8 == 0) {
+    if (f.has_codes == 0) return PMO_OK;
+    PMO_REQUIRE(f.codes_format >= PMO_MATRIX_INT8 && f.codes_format <= PMO_MATRIX_INT4_1X128, "codes_format",
+                "a format of integers without float8 operands");
+    return PMO_OK;
+  }
   PMO_REQUIRE(f.dtype == PMO_BFLOAT16, "dtype", "PMO_BFLOAT16 with float8 operands");
   PMO_REQUIRE(f.hidden % 16 == 0, "hidden", "a multiple of 16 with float8 operands");
   PMO_REQUIRE(f.inner % PMO_QUANTIZE_GROUP == 0, "inner", "a multiple of 128 with float8 operands");
@@ -44,9 +49,9 @@ int check_layer(const pmo_layer_facts& f, const pmo_layer_params& p) {
   };
   PMO_REQUIRE(has_rows(p.x, p.x_row_stride), "x", "rows at multiples of 16 bytes");
   if (is_backward) PMO_REQUIRE(has_rows(p.d_out, p.d_out_row_stride), "d_out", "rows at multiples of 16 bytes");
-  const bool reads_matrices = f.part != PMO_LAYER_WGRADS;
-  PMO_REQUIRE(!reads_matrices || is_16_bytes(p.gate_up), "gate_up", "an array at a multiple of 16 bytes");
-  PMO_REQUIRE(!reads_matrices || is_16_bytes(p.down), "down", "an array at a multiple of 16 bytes");
+  const bool reads_values = f.part != PMO_LAYER_WGRADS && f.has_codes == 0;
+  PMO_REQUIRE(!reads_values || is_16_bytes(p.gate_up), "gate_up", "an array at a multiple of 16 bytes");
+  PMO_REQUIRE(!reads_values || is_16_bytes(p.down), "down", "an array at a multiple of 16 bytes");
   PMO_REQUIRE(is_id_kind(p.sizes_kind) && is_id_kind(p.offsets_kind), "sizes_kind", "PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64");
   const bool has_hidden = p.hidden != nullptr;
   PMO_REQUIRE(f.num_rows == 0 || has_hidden == (f.keeps_hidden != 0), "hidden", "an array where facts.keeps_hidden");
@@ -75,7 +80,9 @@ int check_layer(const pmo_layer_facts& f, const pmo_layer_params& p) {
   const auto is_accumulation = [](int32_t value) { return value >= PMO_GROUPED_OVERWRITES && value <= PMO_GROUPED_ADDS_FLOAT32; };
   PMO_REQUIRE(is_accumulation(p.gate_up_accumulation), "gate_up_accumulation", "one of pmo_grouped_accumulation");
   PMO_REQUIRE(is_accumulation(p.down_accumulation), "down_accumulation", "one of pmo_grouped_accumulation");
-  if (f.float8 == 0 || f.has_codes == 0) return PMO_OK;
+  if (f.has_codes == 0) return PMO_OK;
+  PMO_REQUIRE(f.float8 != 0 || f.num_rows == 0 || plan_of(f).sum_tile_rows == PMO_GROUPED_FEW_ROWS, "has_codes",
+              "0 where values are read: in a backward pass, with H kept, or with many rows");
   const auto has_codes = [](const pmo_layer_codes& matrix) { return is_16_bytes(matrix.codes) && matrix.scales != nullptr; };
   const bool multiplies_forward = !is_backward || f.keeps_hidden == PMO_LAYER_RECOMPUTES;
   PMO_REQUIRE(!multiplies_forward || has_codes(p.gate_up_codes), "gate_up_codes", "codes and scales");

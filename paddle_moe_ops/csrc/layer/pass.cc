@@ -24,6 +24,25 @@ void* Pass::take(int64_t bytes) {
   return array;
 }
 
+int Pass::codes_of(const pmo_layer_codes& given, const Matrices& matrices, bool turns, pmo_layer_codes* codes) {
+  *codes = given;
+  if (f_.has_codes != 0) return PMO_OK;
+  auto* const scales = reinterpret_cast<float*>(static_cast<char*>(matrix_codes_) +
+                                                aligned_bytes(f_.num_experts * matrices.rows * matrices.columns));
+  *codes = {matrix_codes_, scales};
+  pmo_quantize_blocks_params q = {};
+  q.struct_size = sizeof q;
+  q.num_matrices = f_.num_experts;
+  q.num_rows = matrices.rows;
+  q.num_columns = matrices.columns;
+  q.x = matrices.data;
+  (turns ? q.turned_codes : q.codes) = matrix_codes_;
+  (turns ? q.turned_scales : q.scales) = scales;
+  q.dtype = f_.dtype;
+  q.amax_min = kAmaxMin;
+  return kernels_.quantize_blocks(&q, stream_);
+}
+
 int Pass::compute_tables() {
   pmo_grouped_tables_params t = {};
   t.struct_size = sizeof t;

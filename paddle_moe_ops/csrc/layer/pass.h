@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "common/scales.h"
 #include "common/status.h"
 #include "layer/plan.h"
 
@@ -29,6 +30,12 @@ struct Rows {
   int64_t first_row = 0;
 };
 
+// A matrix of each expert as it is stored.
+struct Matrices {
+  const void* data;
+  int64_t rows, columns;
+};
+
 // Columns of a result.
 struct Columns {
   void* data;
@@ -49,6 +56,15 @@ class Pass {
   Rows x() const { return {p_.x, f_.num_tokens, f_.hidden, p_.x_row_stride}; }
   Rows d_out() const { return {p_.d_out, f_.num_tokens, f_.hidden, p_.d_out_row_stride}; }
   Rows rows_of(const void* data, int64_t width) const { return {data, f_.num_rows, width, width}; }
+
+  Matrices gate_up() const { return stored(p_.gate_up, f_.hidden, 2 * f_.inner); }
+  Matrices down() const { return stored(p_.down, f_.inner, f_.hidden); }
+  // Memory for float8 codes, which all matrices of a pass share; none is needed if codes are given.
+  void take_matrix_codes() {
+    if (f_.has_codes == 0) matrix_codes_ = take(matrix_codes_bytes(f_));
+  }
+  // Codes of a matrix: those given, or in the memory above. `turns`: of its transpose.
+  int codes_of(const pmo_layer_codes& given, const Matrices& matrices, bool turns, pmo_layer_codes* codes);
 
   int compute_tables();  // tile schedules
   // Sets the fields of a GEMM that do not depend on its operands.
@@ -110,6 +126,9 @@ class Pass {
   bool buffer_has_d_out_ = false;  // whether the buffer contains all rows of dO
 
  private:
+  Matrices stored(const void* data, int64_t inner, int64_t outer) const {
+    return p_.transpose ? Matrices{data, outer, inner} : Matrices{data, inner, outer};
+  }
   int wgrad(const Rows& tokens, const Rows& rows, bool gathers, bool tokens_first, int32_t accumulation, void* out);
   int32_t* tables_for(int32_t tile_rows) const;
   const int32_t* rows_end() const { return tables_ + layout_.stop() + f_.num_experts - 1; }  // end of the last expert's rows
@@ -118,9 +137,11 @@ class Pass {
 
   char* free_;  // the rest of the workspace
   int32_t* tables_ = nullptr;
+  void* matrix_codes_ = nullptr;
 };
 
-// A pass with float8 operands.
+// A forward pass on the kernel for few rows, and a pass with float8 operands on others.
+int run_few_rows(const pmo_layer_facts& facts, const pmo_layer_params& params, const pmo_layer_kernels& kernels, void* stream);
 int run_float8(const pmo_layer_facts& facts, const pmo_layer_params& params, const pmo_layer_kernels& kernels, void* stream);
 
 }  // namespace layer

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "common/matrix_layout.h"
 #include "common/status.h"
 #include "pmo/grouped.h"
 
@@ -49,10 +50,20 @@ constexpr int64_t kMaxColumnsOfGatheringWgrad = 1536;
 // that may have rows. On an H200 it is faster than the swap-AB kernel by a third for one token and by 1 to 2 % at 24 rows. If reading
 // the matrices takes longer than a millisecond, the wider tiles of the swap-AB kernel are faster by 1 to 2 %.
 constexpr int64_t kFewRows = 24, kMaxFewElements = int64_t{3} << 28;
+// The same limit of rows if the kernel reads codes. Beside float8 codes there is the kernel for many rows; beside integers, values in
+// memory, which take longer to compute.
+constexpr int64_t kFewRowsOfFloat8 = 24, kFewRowsOfIntegers = 64;
 
 bool has_few_rows(const pmo_layer_facts& f) {
-  const bool takes = f.backward == 0 && f.float8 == 0 && f.keeps_hidden == PMO_LAYER_RECOMPUTES && f.num_tokens > 0;
-  if (!takes || f.num_experts > PMO_GROUPED_MAX_FEW_EXPERTS || f.num_rows > kFewRows * f.num_experts) return false;
+  const bool takes = f.backward == 0 && f.keeps_hidden == PMO_LAYER_RECOMPUTES && f.num_tokens > 0;
+  if (!takes || f.num_experts > PMO_GROUPED_MAX_FEW_EXPERTS) return false;
+  const bool reads_codes = f.float8 != 0 || f.has_codes != 0;
+  const int64_t most = f.float8 != 0 ? kFewRowsOfFloat8 : f.has_codes != 0 ? kFewRowsOfIntegers : kFewRows;
+  if (f.num_rows > most * f.num_experts) return false;
+  if (reads_codes) {
+    const int64_t step = f.float8 == 0 && is_int4(f.codes_format) ? 32 : 16;  // codes in 16 bytes
+    return f.hidden % step == 0 && f.inner % step == 0;
+  }
   return std::min(f.num_rows, f.num_experts) <= kMaxFewElements / std::max<int64_t>(f.hidden * f.inner, 1);
 }
 
@@ -91,12 +102,11 @@ bool gathers(const pmo_layer_facts& f, int64_t chunks) {
   return f.num_rows * f.inner <= (2 * f.num_rows + chunks * f.num_tokens) * limits.per_pass;
 }
 
-// Codes and scales of a float8 pass.
+// Codes and scales of the rows of a float8 pass.
 int64_t float8_bytes(const pmo_layer_facts& f, const pmo_layer_plan& plan) {
   int64_t bytes = codes_bytes(f.num_tokens, f.hidden) + codes_bytes(held_rows(f, plan), f.hidden);
   if (f.backward == 0) bytes += codes_bytes(f.num_rows, f.inner);
   if (f.backward != 0 && f.keeps_hidden != PMO_LAYER_KEEPS_CODES) bytes += codes_bytes(f.num_rows, 2 * f.inner);
-  if (f.has_codes == 0) bytes += matrix_codes_bytes(f);
   return bytes;
 }
 
@@ -144,7 +154,8 @@ pmo_layer_plan plan_of(const pmo_layer_facts& f) {
   plan.chunk_rows = chunk_rows(f);
   plan.num_chunks = divide_up(f.num_rows, plan.chunk_rows);
   plan.chunk_columns = chunk_columns(f);
-  plan.gathers = gathers(f, plan.num_chunks);
+  const bool few_rows = has_few_rows(f);
+  plan.gathers = few_rows || gathers(f, plan.num_chunks);
   int64_t buffer = f.num_rows * plan.chunk_columns;
   if (plan.gathers) plan.num_chunks = 0;
   if (!plan.gathers && f.float8 == 0) buffer = std::max(buffer, held_rows(f, plan) * f.hidden);
@@ -156,16 +167,17 @@ pmo_layer_plan plan_of(const pmo_layer_facts& f) {
   plan.gathers_x = has_tokens && (plan.gathers || 2 * f.inner <= kMaxColumnsOfGatheringWgrad);
   plan.sum_tile_rows = plain_tile_rows(f, is_backward ? 2 * f.inner : f.inner, plan.chunk_columns);
   if (f.float8 != 0) plan.sum_tile_rows = PMO_GROUPED_TILE_ROWS;
-  if (has_few_rows(f)) plan.sum_tile_rows = PMO_GROUPED_FEW_ROWS;
+  if (few_rows) plan.sum_tile_rows = PMO_GROUPED_FEW_ROWS;
   const int64_t heights = f.float8 != 0 || plan.sum_tile_rows != PMO_GROUPED_TILE_ROWS ? 1 : 2;
-  plan.tables_size = plan.sum_tile_rows == PMO_GROUPED_FEW_ROWS ? 0 : heights * layout_of(f, plan).size();
+  plan.tables_size = few_rows ? 0 : heights * layout_of(f, plan).size();
   const int64_t rows_bytes = f.num_rows * kItemBytes;
   plan.bytes = aligned_bytes(plan.buffer_bytes) + aligned_bytes(4 * plan.tables_size);
   const bool has_hidden = f.keeps_hidden == PMO_LAYER_KEEPS;
   const bool is_whole = f.part == PMO_LAYER_WHOLE;  // otherwise the caller has the memory
-  if (is_whole && (is_backward || f.float8 == 0)) plan.bytes += aligned_bytes(rows_bytes * f.inner);
+  if (is_whole && (is_backward || f.float8 == 0 || few_rows)) plan.bytes += aligned_bytes(rows_bytes * f.inner);
   if (is_whole && is_backward && !has_hidden) plan.bytes += aligned_bytes(rows_bytes * 2 * f.inner);
-  if (f.float8 != 0) plan.bytes += float8_bytes(f, plan);
+  if (f.float8 != 0 && !few_rows) plan.bytes += float8_bytes(f, plan);
+  if (f.float8 != 0 && f.has_codes == 0) plan.bytes += matrix_codes_bytes(f);
   if (is_backward && f.needs_d_weights) {
     plan.bytes += aligned_bytes(4 * f.num_rows * divide_up(f.inner, PMO_GROUPED_TILE_COLUMNS));
   }

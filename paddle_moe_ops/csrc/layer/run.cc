@@ -15,7 +15,7 @@ class PlainPass : public Pass {
         act_(f_.part == PMO_LAYER_WGRADS ? p_.scaled : given_or_taken(p_.scaled, f_.inner)) {}
 
   int forward() {
-    if (!has_few_rows_) PMO_TRY(compute_tables());
+    PMO_TRY(compute_tables());
     PMO_TRY(activations(p_.hidden));
     if (p_.hidden != nullptr && p_.clears_hidden) PMO_TRY(clear_hidden());
     return gemm_unpermute(rows_of(act_, f_.inner), p_.down, p_.transpose, p_.weights, p_.out);
@@ -38,11 +38,7 @@ class PlainPass : public Pass {
  private:
   int launch(pmo_grouped_product_params g, const Rows& rows, const void* matrix, int64_t outer, bool transpose,
              const Columns& out, int64_t chunk) {
-    if (has_few_rows_) {
-      set_groups(&g);
-    } else {
-      set_schedule(&g, g.tile_rows, chunk);
-    }
+    set_schedule(&g, g.tile_rows, chunk);
     g.num_sources = rows.count;
     g.inner = rows.width;
     g.outer = outer;
@@ -58,16 +54,6 @@ class PlainPass : public Pass {
     g.transpose = transpose;
     g.tile_columns = tile_columns(g.inner, g.width);
     return kernels_.gemm(&g, stream_);
-  }
-
-  void set_groups(pmo_grouped_product_params* g) const {
-    g->struct_size = sizeof *g;
-    g->num_rows = f_.num_rows;
-    g->num_experts = f_.num_experts;
-    g->sizes = p_.sizes;
-    g->offsets = p_.offsets;
-    g->sizes_kind = p_.sizes_kind;
-    g->offsets_kind = p_.offsets_kind;
   }
 
   // A GEMM of token rows with n columns of results: gathered, or by chunks of permuted rows.
@@ -86,7 +72,7 @@ class PlainPass : public Pass {
   int activations(void* hidden) {
     pmo_grouped_product_params g = {};
     g.result = PMO_GROUPED_GATED;
-    g.tile_rows = has_few_rows_ ? PMO_GROUPED_FEW_ROWS : PMO_GROUPED_TURNED_ROWS;
+    g.tile_rows = PMO_GROUPED_TURNED_ROWS;
     g.gathers = plan_.gathers;
     g.row_to_token = plan_.gathers ? p_.row_to_token : nullptr;
     g.hidden = hidden;
@@ -115,13 +101,11 @@ class PlainPass : public Pass {
       g.result = PMO_GROUPED_PLAIN;
       g.tile_rows = plan_.sum_tile_rows;
       g.weights = weights;
-      g.only_x_is_new = has_few_rows_ && columns.first == 0;  // after the launch that makes `source`
       PMO_TRY(launch(g, source, matrix, f_.hidden, transpose, columns, kAllRows));
-      return unpermute(columns, out, has_few_rows_);
+      return unpermute(columns, out);
     });
   }
 
-  const bool has_few_rows_ = plan_.sum_tile_rows == PMO_GROUPED_FEW_ROWS;
   void* const act_;
 };
 
@@ -136,6 +120,9 @@ extern "C" int pmo_layer_run(const pmo_layer_facts* facts, const pmo_layer_param
   }
   return pmo::guarded([&] {
     PMO_TRY(pmo::layer::check_layer(*facts, *params));
+    if (pmo::layer::plan_of(*facts).sum_tile_rows == PMO_GROUPED_FEW_ROWS) {
+      return pmo::layer::run_few_rows(*facts, *params, *kernels, stream);
+    }
     if (facts->float8 != 0) return pmo::layer::run_float8(*facts, *params, *kernels, stream);
     pmo::layer::PlainPass pass(*facts, *params, *kernels, stream);
     return facts->backward == 0 ? pass.forward() : pass.backward();

@@ -211,6 +211,33 @@ void ExpertLayer::wgrads(const MlpAttributes& a, const Deferred& deferred, const
   run(f, p, {});
 }
 
+pmo_layer_plan ExpertLayer::plan_of(pmo_layer_facts* f, bool has_codes) const {
+  pmo_layer_plan plan = {};
+  f->struct_size = sizeof *f;
+  f->num_tokens = operands_.x.shape()[0];
+  f->num_rows = num_rows();
+  f->num_experts = operands_.down.shape()[0];
+  f->hidden = hidden_size;
+  f->inner = inner;
+  f->workspace = workspace_;
+  f->dtype = dtype_of(operands_.x, kMoeMlp, "x");
+  f->float8 = float8_ && f->part != PMO_LAYER_WGRADS;
+  f->has_codes = has_codes;
+  if (operands_.scales != nullptr) f->codes_format = operands_.scales->format;
+#ifdef PMO_WITH_CUDA
+  pmo_gpu_facts_cuda(&f->num_sms, &f->memory_gbps);
+#endif
+  check_status(pmo_layer_plan_of(f, &plan), kMoeMlp);
+  return plan;
+}
+
+bool ExpertLayer::reads_integer_codes(pmo_layer_hidden keep) const {
+  if (!has_kernels_) return false;
+  pmo_layer_facts f = {};
+  f.keeps_hidden = keep;
+  return plan_of(&f, true).sum_tile_rows == PMO_GROUPED_FEW_ROWS;
+}
+
 void ExpertLayer::run([[maybe_unused]] pmo_layer_facts f, [[maybe_unused]] pmo_layer_params p,
                       [[maybe_unused]] const MatrixCodes& codes) const {
 #ifdef PMO_WITH_CUDA
@@ -219,26 +246,14 @@ void ExpertLayer::run([[maybe_unused]] pmo_layer_facts f, [[maybe_unused]] pmo_l
                                                  pmo_grouped_clear_cuda,  pmo_quantize_cuda, pmo_quantize_blocks_cuda,
                                                  pmo_grouped_float8_cuda};
   const MlpOperands& o = operands_;
-  f.struct_size = sizeof f;
-  f.num_tokens = o.x.shape()[0];
-  f.num_rows = num_rows();
-  f.num_experts = o.down.shape()[0];
-  f.hidden = hidden_size;
-  f.inner = inner;
-  f.workspace = workspace_;
-  f.dtype = dtype_of(o.x, kMoeMlp, "x");
   const bool reads_matrices = f.part != PMO_LAYER_WGRADS;
-  f.float8 = float8_ && reads_matrices;
-  f.has_codes = codes.down.codes.defined() || codes.turned_down.codes.defined();
-  pmo_gpu_facts_cuda(&f.num_sms, &f.memory_gbps);
-  pmo_layer_plan plan;
-  check_status(pmo_layer_plan_of(&f, &plan), kMoeMlp);
+  const pmo_layer_plan plan = plan_of(&f, codes.down.codes.defined() || codes.turned_down.codes.defined());
   const paddle::Tensor workspace = target_.empty({plan.bytes}, paddle::DataType::UINT8);
   const Matrix tokens = readable_rows(target_, o.x);
   const auto readable = [&](const ExpertMatrices& matrices) -> paddle::Tensor {
     if (!reads_matrices) return {};
     if (matrices.values.defined()) return target_.aligned(dense(matrices.values));
-    return float8_ ? matrices.of_codes.codes : dequantised(target_, kMoeMlp, matrices.of_codes);
+    return f.has_codes ? matrices.of_codes.codes : dequantised(target_, kMoeMlp, matrices.of_codes);
   };
   const paddle::Tensor gate_up = readable(gate_up_), down = readable(down_);
   const paddle::Tensor token_rows = dense(o.token_rows), sizes = integers_on(target_, o.sizes),

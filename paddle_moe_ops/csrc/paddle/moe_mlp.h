@@ -93,6 +93,9 @@ class ExpertLayer {
   void wgrads(const MlpAttributes& attributes, const Deferred& deferred, const paddle::Tensor& d_out, const Sums& sums,
               Outputs* gradients) const;
 
+  // True if a forward pass reads integer codes as they are, transposed ones.
+  bool reads_integer_codes(pmo_layer_hidden keep) const;
+
   int64_t num_rows() const { return groups_.num_rows(); }
   const Target& target() const { return target_; }
   bool has_kernels() const { return has_kernels_; }
@@ -135,6 +138,8 @@ class ExpertLayer {
                        Outputs* gradients) const;
   // Memory for the gradients of the matrices that the attributes want, or the sums that they are added to.
   void set_wgrads(const MlpAttributes& attributes, const Sums& sums, Outputs* gradients, pmo_layer_params* params) const;
+  // The plan of a pass of which the caller has set the kind, and the other facts.
+  pmo_layer_plan plan_of(pmo_layer_facts* facts, bool has_codes) const;
   // Runs a pass on the kernels of pmo/layer.h; the caller says which, and sets its results.
   void run(pmo_layer_facts facts, pmo_layer_params params, const MatrixCodes& codes) const;
 

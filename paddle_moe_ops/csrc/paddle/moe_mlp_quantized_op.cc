@@ -3,10 +3,10 @@
 
 // moe_mlp_quantized: a layer of experts whose matrices are constants, stored as the codes and scales of pmo/matrices.h.
 //
-// Integer codes: the layer of the matrices' values, rounded to the dtype of the tokens. Kernels read these values from memory;
-// without kernels each GEMM dequantises the matrices of the experts that have rows. Float8 codes: the layer with float8 operands.
-// Its kernels read codes with contiguous K, so the forward pass transposes codes that are not stored transposed, and the backward
-// pass those that are. Matrices and scales have no gradient.
+// Integer codes: the layer of the matrices' values, rounded to the dtype of the tokens. With few rows, the kernels of a forward pass
+// that keeps no H read the codes; otherwise they read values from memory. Without kernels each GEMM dequantises the matrices of the
+// experts that have rows. Float8 codes: the layer with float8 operands. Kernels read codes with contiguous K, so a forward pass
+// transposes codes that are not stored transposed, and a backward pass those that are. Matrices and scales have no gradient.
 #include <memory>
 
 #include "paddle/direct.h"
@@ -30,18 +30,22 @@ MlpAttributes of_layer(const QuantizedAttributes& a) {
 // A tensor [E, A, B] as [E, B, A], dense.
 paddle::Tensor turned(const paddle::Tensor& tensor) { return dense(paddle::experimental::transpose(tensor, {0, 2, 1})); }
 
-// The float8 codes and scales that kernels read: those given, or transposed.
+// The codes and scales that kernels read: those given, or transposed. Scales by output [E, N] have one form.
 Float8 readable(const Target& target, const paddle::Tensor& codes, const paddle::Tensor& scales, bool as_stored) {
   const paddle::Tensor stored = dense(codes);
   if (as_stored) return {target.aligned(stored), dense(scales)};
+  const bool by_output = scales.shape().size() == 2;
   const paddle::Tensor bytes =
       paddle::from_blob(const_cast<void*>(stored.data()), stored.shape(), DataType::UINT8, phi::DataLayout::NCHW, target.place());
-  return {target.aligned(turned(bytes)), turned(scales)};
+  return {target.aligned(turned(bytes)), by_output ? dense(scales) : turned(scales)};
 }
 
 MatrixCodes codes_of(const QuantizedAttributes& a, const ExpertLayer& layer, const MlpOperands& o, bool backward) {
   MatrixCodes codes;
-  if (a.format != PMO_MATRIX_FLOAT8_128X128 || !layer.has_kernels()) return codes;
+  if (!layer.has_kernels()) return codes;
+  const bool is_float8 = a.format == PMO_MATRIX_FLOAT8_128X128;
+  const pmo_layer_hidden keep = a.keep_hidden ? PMO_LAYER_KEEPS : PMO_LAYER_RECOMPUTES;
+  if (!is_float8 && (backward || !layer.reads_integer_codes(keep))) return codes;
   const auto of = [&](const paddle::Tensor& matrix, const paddle::Tensor& scales, bool turns) {
     return readable(layer.target(), matrix, scales, a.transpose != turns);
   };

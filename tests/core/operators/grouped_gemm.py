@@ -82,8 +82,13 @@ class ProductParams(Params):
         (Bytes, "out hidden"),
         (Int32s, "counters"),
         (Floats, "d_weights"),
-        (Int, "dtype result transpose tile_rows gathers tile_columns sizes_kind offsets_kind only_x_is_new"),
+        (
+            Int,
+            "dtype result transpose tile_rows gathers tile_columns sizes_kind offsets_kind only_x_is_new matrix_format",
+        ),
+        (Float, "amax_min"),
         (Bytes, "sizes offsets"),
+        (Floats, "matrix_scales"),
     )
 
 

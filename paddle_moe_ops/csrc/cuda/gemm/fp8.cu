@@ -211,9 +211,9 @@ __device__ inline void wgmma_stage(float (&partial)[64], uint32_t rows, uint32_t
   wgmma_fence();
   const uint64_t a = smem_descriptor(rows, 0, 1024), b = smem_descriptor(columns, 0, 1024);
   constexpr int kNext = 32 >> 4;  // 32 bytes along K
-  wgmma_m64n128k32_e4m3<0>(partial, a, b);
+  wgmma_m64k32_e4m3<128, 0, 0>(partial, a, b);
 #pragma unroll
-  for (int k = 1; k < kFp8TileK / 32; ++k) wgmma_m64n128k32_e4m3<1>(partial, a + k * kNext, b + k * kNext);
+  for (int k = 1; k < kFp8TileK / 32; ++k) wgmma_m64k32_e4m3<128, 0, 1>(partial, a + k * kNext, b + k * kNext);
   wgmma_commit_group();
   wgmma_wait_group<0>();
   register_fence(partial);

@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Host side of TMA: tensor maps with 128-byte swizzle, and the check for compute capability 9.0.
+// Host side of TMA: tensor maps, with 128-byte swizzle unless another is given, and the check for compute capability 9.0.
 #pragma once
 
 #include "cuda/driver.h"
@@ -30,7 +30,8 @@ struct Tensor {
 
 // Encodes a tensor map; elements outside the tensor load as zeros. Returns a status.
 inline int encode(const Tensor& tensor, CUtensorMapDataType type, int bytes, CUtensorMap* map,
-                  CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B) {
+                  CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                  CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
   static const auto encoder = driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled", 12000);
   if (encoder == nullptr) return fail(PMO_INTERNAL, "CUDA: the driver has no cuTensorMapEncodeTiled");
   cuuint64_t sizes[3], strides[2];
@@ -43,7 +44,7 @@ inline int encode(const Tensor& tensor, CUtensorMapDataType type, int bytes, CUt
   for (int i = 0; i + 1 < tensor.rank; ++i) strides[i] = static_cast<cuuint64_t>(tensor.strides[i]) * bytes;
   const CUresult result =
       encoder(map, type, static_cast<cuuint32_t>(tensor.rank), const_cast<void*>(tensor.address), sizes, strides, box, steps,
-              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+              CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) return fail(PMO_INTERNAL, "CUDA: cuTensorMapEncodeTiled: error " + std::to_string(result));
   return PMO_OK;
 }

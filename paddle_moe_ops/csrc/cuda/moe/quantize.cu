@@ -84,25 +84,9 @@ __device__ void load_columns(const char* row, int64_t column, int64_t hidden, fl
 }
 
 // Scale of the lane's group.
-__device__ float group_scale(const float* values, float amax_min, bool ue8m0) {
-  float amax = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kLaneColumns; ++i) amax = fmaxf(amax, fabsf(values[i]));  // fmaxf ignores NaN
-#pragma unroll
-  for (int lanes = 1; lanes < kGroupLanes; lanes *= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
-  const float scale = float8_scale(amax, amax_min);
+__device__ float group_scale(const float (&values)[kLaneColumns], float amax_min, bool ue8m0) {
+  const float scale = float8_group_scale<kGroupLanes>(values, amax_min);
   return ue8m0 ? __uint_as_float((__float_as_uint(scale) + 0x7FFFFFu) >> 23 << 23) : scale;
-}
-
-// Codes of the lane's elements.
-__device__ uint4 codes_of(const float* values, float inverse) {
-  uint32_t words[kLaneColumns / 4];
-#pragma unroll
-  for (int i = 0; i < kLaneColumns / 4; ++i) {
-    const float* v = values + 4 * i;
-    words[i] = float8_pair(v[0], v[1], inverse) | float8_pair(v[2], v[3], inverse) << 16;
-  }
-  return {words[0], words[1], words[2], words[3]};
 }
 
 template <bool kVectors>
@@ -154,7 +138,7 @@ __device__ void quantize_token(const QuantizeWork& work, int64_t token) {
     float values[kLaneColumns];
     load_columns<Rows, kVectors>(static_cast<const char*>(p.x) + token * work.x_stride, column, p.hidden, values);
     const float scale = group_scale(values, p.amax_min, p.ue8m0 != 0);
-    const uint4 codes = codes_of(values, __frcp_rn(scale));
+    const uint4 codes = float8_codes(values, __frcp_rn(scale));
     uint32_t value = __float_as_uint(scale);
     if (p.ue8m0 != 0) {
       const int group = lane / kGroupLanes;

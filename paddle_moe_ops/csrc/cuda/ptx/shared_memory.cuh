@@ -24,6 +24,18 @@ __device__ inline uint4 ld_shared_v4(uint32_t source) {
   return got;
 }
 
+__device__ inline uint2 ld_shared_v2(uint32_t source) {
+  uint2 got;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(got.x), "=r"(got.y) : "r"(source) : "memory");
+  return got;
+}
+
+__device__ inline uint32_t ld_shared_u16(uint32_t source) {
+  uint16_t value;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(source) : "memory");
+  return value;
+}
+
 __device__ inline void st_shared_v4(uint32_t target, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
@@ -69,6 +81,19 @@ __device__ inline void stmatrix_x4(uint32_t address, const uint32_t (&word)[4]) 
 __device__ inline void stmatrix_x4_trans(uint32_t address, const uint32_t (&word)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(word[0]),
                "r"(word[1]), "r"(word[2]), "r"(word[3])
+               : "memory");
+}
+
+// Two matrices; lanes 16 to 31 pass any address.
+__device__ inline void stmatrix_x2_trans(uint32_t address, uint32_t first, uint32_t second) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(first), "r"(second)
+               : "memory");
+}
+
+__device__ inline void ldmatrix_x4(uint32_t address, uint32_t (&word)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+               : "r"(address)
                : "memory");
 }
 

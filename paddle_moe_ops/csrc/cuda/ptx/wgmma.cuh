@@ -109,6 +109,29 @@ __device__ inline void wgmma_m64k16(float (&d)[kCount], uint64_t a, uint64_t b, 
 
 #undef PMO_WGMMA_N
 #undef PMO_WGMMA
+
+// wgmma.mma_async m64 n<kN> k32 for float8_e4m3fn, both operands K-major: d[kFirst ...] = A B, plus d if kScaleD is 1. Accumulator
+// layout as above. kN is 16, 32, 48, 64 or 128.
+// clang-format off
+#define PMO_WGMMA_E4M3(N, A, B, SCALE_D) \
+  if constexpr (kN == N) { \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" PMO_REGISTERS_##N "}, %" #A ", %" #B ", %" #SCALE_D ", 1, 1;" \
+                 : PMO_ACCUMULATORS_##N : "l"(a), "l"(b), "n"(kScaleD)); \
+  }
+// clang-format on
+
+template <int kN, int kFirst, int kScaleD, int kCount>
+__device__ inline void wgmma_m64k32_e4m3(float (&d)[kCount], uint64_t a, uint64_t b) {
+  static_assert((kN % 16 == 0 && kN <= 64) || kN == 128);
+  static_assert(kFirst + kN / 2 <= kCount);
+  PMO_WGMMA_E4M3(16, 8, 9, 10)
+  PMO_WGMMA_E4M3(32, 16, 17, 18)
+  PMO_WGMMA_E4M3(48, 24, 25, 26)
+  PMO_WGMMA_E4M3(64, 32, 33, 34)
+  PMO_WGMMA_E4M3(128, 64, 65, 66)
+}
+
+#undef PMO_WGMMA_E4M3
 #undef PMO_8
 #undef PMO_REGISTERS_16
 #undef PMO_ACCUMULATORS_16
@@ -134,26 +157,6 @@ __device__ inline void wgmma_m64k16(float (&d)[kCount], uint64_t a, uint64_t b, 
 #undef PMO_ACCUMULATORS_192
 #undef PMO_REGISTERS_256
 #undef PMO_ACCUMULATORS_256
-
-// wgmma.mma_async m64 n128 k32 for float8_e4m3fn, both operands K-major: d = A B, plus d if kScaleD is 1. Accumulator layout as
-// above.
-template <int kScaleD>
-__device__ inline void wgmma_m64n128k32_e4m3(float (&d)[64], uint64_t a, uint64_t b) {
-  // clang-format off
-#define PMO_ACCUMULATORS_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
-                     "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, %64, %65, %66, 1, 1;"
-      : PMO_ACCUMULATORS_8(0), PMO_ACCUMULATORS_8(8), PMO_ACCUMULATORS_8(16), PMO_ACCUMULATORS_8(24), PMO_ACCUMULATORS_8(32), PMO_ACCUMULATORS_8(40), PMO_ACCUMULATORS_8(48), PMO_ACCUMULATORS_8(56)
-      : "l"(a), "l"(b), "n"(kScaleD));
-#undef PMO_ACCUMULATORS_8
-  // clang-format on
-}
 
 #endif  // PMO_SM90A
 

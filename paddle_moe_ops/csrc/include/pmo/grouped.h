@@ -12,6 +12,7 @@
 #pragma once
 
 #include "pmo/base.h"
+#include "pmo/matrices.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -68,8 +69,13 @@ typedef struct pmo_grouped_product_params {
   int32_t sizes_kind;
   int32_t offsets_kind;
   int32_t only_x_is_new;  // not 0: the previous launch of the stream was one of this kernel, and made no other input than x
+  int32_t matrix_format;  // pmo_matrix_format, with matrix_scales
+  float amax_min;         // of the codes of x with PMO_MATRIX_FLOAT8_128X128, as in pmo_quantize_params
   const void* sizes;      // [E]
   const void* offsets;    // [E] or NULL
+  // NULL, or the scales of a matrix of codes (pmo/matrices.h), which are transposed. Float8: rows of x are quantised by the rule of
+  // pmo_quantize_params, and Y is that of pmo_grouped_float8_params; the dtype is bfloat16.
+  const float* matrix_scales;
 } pmo_grouped_product_params;
 
 PMO_API int pmo_grouped_product_cuda(const pmo_grouped_product_params* params, void* stream);

@@ -17,7 +17,8 @@
 // A matrix of M rows and d columns exists one chunk at a time, in one buffer. Otherwise GEMMs gather token rows themselves. Each
 // element is the same sum either way, so the bits do not depend on the chunks.
 //
-// A forward pass that keeps no H and has few rows per expert runs the kernel for few rows, which needs no tile schedules.
+// A forward pass that keeps no H and has few rows per expert runs the kernel for few rows, which needs no tile schedules, reads codes
+// as they are and quantises rows itself. Integer codes are for such a pass only.
 //
 // With float8 operands, Q quantises rows with one scale per 128 columns, and matrices with one per 128 x 128 elements:
 //
@@ -71,7 +72,8 @@ typedef struct pmo_layer_facts {
   int32_t keeps_hidden;     // pmo_layer_hidden
   int32_t needs_d_weights;  // whether the backward pass computes the gradient of the weights
   int32_t float8;           // whether GEMMs other than wgrads have float8 operands; 0 with PMO_LAYER_WGRADS
-  int32_t has_codes;        // with float8: whether the codes of the matrices are given
+  int32_t has_codes;        // whether the codes of the matrices are given: float8 ones with float8, otherwise integers
+  int32_t codes_format;     // of integer codes: PMO_MATRIX_INT8, PMO_MATRIX_INT4 or PMO_MATRIX_INT4_1X128
   int32_t part;             // pmo_layer_part of a backward pass
 } pmo_layer_facts;
 
@@ -92,7 +94,7 @@ typedef struct pmo_layer_plan {
 // Needs no GPU.
 PMO_API int pmo_layer_plan_of(const pmo_layer_facts* facts, pmo_layer_plan* plan);
 
-// Codes and scales of matrices, as pmo_grouped_float8_params takes them.
+// Codes and scales of matrices [E, N, K] of pmo/matrices.h, transposed.
 typedef struct pmo_layer_codes {
   const void* codes;
   const float* scales;
