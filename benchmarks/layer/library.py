@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paddle_moe_ops.reference import MATRIX_FORMATS
 from tests.core.layer import Choices, Facts, Hidden, Kernels, LayerParams
 from tests.core.operators.grouped_gemm import AMAX_MIN, GROUP, Accumulation
 from tests.core.operators.matrices import QuantizeBlocksParams
@@ -17,7 +18,7 @@ from tests.core.structs import RoutingKind
 
 from .inputs import Inputs
 
-__all__ = ["Codes", "Library", "LibraryLayer", "address_of"]
+__all__ = ["Codes", "Library", "LibraryLayer", "address_of", "integer_codes"]
 
 _BFLOAT16 = 2  # pmo_dtype
 
@@ -67,6 +68,21 @@ class Library:
         return forms[0], forms[1]
 
 
+def integer_codes(matrices: torch.Tensor, format: str) -> Codes:
+    """Codes [E, N, K] and scales of matrices [E, K, N] in a format of pmo/matrices.h, transposed."""
+    experts, depth, width = matrices.shape
+    packed, limit = (depth, 127) if format == "int8" else (depth // 2, 7)
+    groups = depth // GROUP if format == "int4_1x128" else 1
+    codes = matrices.new_empty(experts, width, packed, dtype=torch.int8)
+    scales = matrices.new_empty(experts, width, groups, dtype=torch.float32)
+    for expert in range(experts):
+        values = matrices[expert].t().float().reshape(width, groups, -1)
+        scales[expert] = (values.abs().amax(2) / limit).bfloat16().float()
+        made = (values / scales[expert, :, :, None]).round().clamp(-limit, limit).to(torch.int8).reshape(width, depth)
+        codes[expert] = made if format == "int8" else (made[:, 0::2] & 15) | (made[:, 1::2] << 4)
+    return Codes(codes, scales if format == "int4_1x128" else scales[:, :, 0].contiguous())
+
+
 class LibraryLayer:
     """Both passes by `pmo_layer_run`.
 
@@ -78,6 +94,7 @@ class LibraryLayer:
         keeps_matrices: with float8, whether both passes find their matrices quantised.
         hidden_in_float8: with float8, whether H is saved as codes and scales.
         accumulates: whether gradients of matrices are added to float32 tensors.
+        integers: format of the integer codes of the matrices, which forward passes with few rows read, or None.
         launched: receives the name of each launch, or None.
     """
 
@@ -90,6 +107,7 @@ class LibraryLayer:
         keeps_matrices: bool = False,
         hidden_in_float8: bool = False,
         accumulates: bool = False,
+        integers: str | None = None,
         launched: list[str] | None = None,
     ) -> None:
         self._library = Library(inputs.core_library)
@@ -102,6 +120,11 @@ class LibraryLayer:
         if keeps_matrices:
             for name, matrix in (("gate_up", inputs.gate_up), ("down", inputs.down)):
                 self._codes[f"turned_{name}"], self._codes[name] = self._library.quantized(matrix)
+        self._format = "int8"
+        if integers is not None:
+            self._format = integers
+            for name, matrix in (("gate_up", inputs.gate_up), ("down", inputs.down)):
+                self._codes[name] = integer_codes(matrix, integers)
         self._sums = [each.float().zero_() for each in (inputs.gate_up, inputs.down)] if accumulates else None
 
     def forward(self) -> tuple[torch.Tensor, Any]:
@@ -144,6 +167,7 @@ class LibraryLayer:
             needs_d_weights=backward,
             float8=int(self._float8),
             has_codes=int(bool(self._codes)),
+            codes_format=MATRIX_FORMATS.index(self._format),
         )
         choices = Choices()
         self._library.call("pmo_layer_plan_of", facts, choices, on_stream=False)

@@ -5,16 +5,18 @@ r"""Times layers of experts of 1 to 1024 tokens on an NVIDIA GPU with PyTorch; P
     python3 -m benchmarks.serving --core-library libpmo_core.so --commit COMMIT \
         --out benchmarks/results/h200-serving.jsonl [--sglang fused_moe_triton_kernels.py]
 
-Forward passes in bfloat16, replays of CUDA graphs with a cold L2. A line of the result is one model and number of
+Forward passes, replays of CUDA graphs with a cold L2. A line of the result is one model, kind of matrices and number of
 tokens: the floor (the bytes of the matrices of experts that have rows, at the fastest read of the process), ours from
 ids, which includes routing, ours with maps that are given, and SGLang's Triton kernels with maps that are given, tuned
-here. With ``--sglang`` the file of SGLang's wheel that has these kernels is loaded and run.
+here, for the kinds that they have. With ``--sglang`` the file of SGLang's wheel that has these kernels is loaded and
+run.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,12 +34,11 @@ from benchmarks.layer.shapes import Shape
 from benchmarks.spread import time_fields
 from tests.core.operators.route import route_params
 
-from .models import MODELS, TOKENS
-from .peers import Peer
+from .models import KINDS, MODELS, TOKENS
+from .peers import PEER_KINDS, Peer
 
 _FLUSH_BYTES = 512 << 20  # several times the L2 of any GPU of today
 _READ_BYTES = 8 << 30
-_MOST_ERROR = 2e-2  # of the first token, relative to the norm
 _MAPS = ("token_rows", "row_to_token", "row_probs", "tokens_per_expert", "expert_offsets")
 
 
@@ -113,16 +114,27 @@ def routing_of(inputs: Inputs, core: CudaCore) -> Callable[[], None]:
     return run
 
 
-def line_of(model: str, tokens: int, timer: Timer, speed: float, core: CudaCore, files: Files) -> dict[str, Any]:
-    """The result of a model and a number of tokens."""
+def layer_of(inputs: Inputs, kind: str) -> LibraryLayer:
+    """The layer as a server has it: matrices are quantised, and no H is kept."""
+    if kind == "bf16":
+        return LibraryLayer(inputs, keeps_hidden=False)
+    if kind == "fp8_128x128":
+        return LibraryLayer(inputs, keeps_hidden=False, float8=True, keeps_matrices=True)
+    return LibraryLayer(inputs, keeps_hidden=False, integers=kind)
+
+
+def line_of(
+    model: str, kind: str, tokens: int, timer: Timer, speed: float, core: CudaCore, files: Files
+) -> dict[str, Any]:
+    """The result of a model, a kind of matrices and a number of tokens."""
     hidden, inner, experts, topk = MODELS[model]
     inputs = Inputs(Shape(tokens, hidden, inner, experts, topk), "even", files.core_library)
     touched = int((inputs.sizes > 0).sum())
-    line: dict[str, Any] = {"model": model, "tokens": tokens, "experts": touched}
-    line["floor_us"] = round(6 * touched * hidden * inner / speed, 1)
+    line: dict[str, Any] = {"model": model, "kind": kind, "tokens": tokens, "experts": touched}
+    line["floor_us"] = round(KINDS[kind].bits / 8 * 3 * touched * hidden * inner / speed, 1)
     due = inputs.due(1)[0]
     route = routing_of(inputs, core)
-    layer = LibraryLayer(inputs, keeps_hidden=False)
+    layer = layer_of(inputs, kind)
 
     def whole() -> torch.Tensor:
         route()
@@ -133,13 +145,13 @@ def line_of(model: str, tokens: int, timer: Timer, speed: float, core: CudaCore,
         "ours": lambda: whole,
         "ours, maps given": lambda: lambda: layer.forward()[0],
     }
-    if (file := files.sglang) is not None:
-        peers["SGLang, maps given"] = lambda: Peer(file, inputs, timer.samples_of).tuned()
+    if (file := files.sglang) is not None and kind in PEER_KINDS:
+        peers["SGLang, maps given"] = lambda: Peer(file, inputs, kind, timer.samples_of).tuned()
     for name, make in peers.items():
         try:
             call = make()
             error = ((call()[:1].float() - due).norm() / due.norm()).item()
-            if error < _MOST_ERROR:
+            if error < KINDS[kind].error:
                 found.append((name, captured(call)))
             else:
                 line[name] = {"error": f"out is {error:.3g} of its norm off"}
@@ -157,10 +169,9 @@ def lines(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     facts = {**gpu_facts(), "commit": arguments.commit, "date": date, "read_tbs": round(speed / 1e6, 3)}
     yield {"machine": True, **facts, **({"sglang": arguments.sglang_version} if arguments.sglang else {})}
-    for model in arguments.models:
-        for tokens in arguments.tokens:
-            yield line_of(model, tokens, timer, speed, core, files)
-            torch.cuda.empty_cache()
+    for model, kind, tokens in itertools.product(arguments.models, arguments.kinds, arguments.tokens):
+        yield line_of(model, kind, tokens, timer, speed, core, files)
+        torch.cuda.empty_cache()
 
 
 def main() -> int:
@@ -168,6 +179,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--core-library", type=Path, required=True)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--samples", type=int, default=15)
     parser.add_argument("--sglang", type=Path, help="SGLang's fused_moe_triton_kernels.py")

@@ -1,10 +1,12 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of published models, and numbers of tokens."""
+"""Layers of published models, kinds of matrices, and numbers of tokens."""
 
 from __future__ import annotations
 
-__all__ = ["MODELS", "TOKENS"]
+from typing import NamedTuple
+
+__all__ = ["KINDS", "MODELS", "TOKENS", "Kind"]
 
 # hidden size, inner size of an expert, experts, experts of a token
 MODELS = {
@@ -12,5 +14,21 @@ MODELS = {
     "ERNIE-21B": (2560, 1536, 64, 6),
     "DeepSeek-V3": (7168, 2048, 256, 8),
     "ERNIE-300B": (8192, 3584, 64, 8),
+}
+
+
+class Kind(NamedTuple):
+    """A form of matrices: bits of an element, and the largest error of a result, relative to its norm."""
+
+    bits: int
+    error: float
+
+
+KINDS = {
+    "bf16": Kind(16, 2e-2),
+    "fp8_128x128": Kind(8, 8e-2),
+    "int8": Kind(8, 3e-2),
+    "int4": Kind(4, 0.4),
+    "int4_1x128": Kind(4, 0.3),
 }
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 256, 1024)

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's layer of experts: the Triton kernel of its wheel, with tiles chosen here and plain kernels around it."""
+"""SGLang's layer of experts: the Triton kernels of its wheel, with tiles chosen here and plain kernels around them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ import triton
 import triton.language as tl
 
 from benchmarks.layer.inputs import Inputs
+from benchmarks.layer.library import Codes, integer_codes
 
-__all__ = ["Peer"]
+__all__ = ["PEER_KINDS", "Peer"]
+
+PEER_KINDS = ("bf16", "fp8_128x128", "int8", "int4_1x128")
+_GROUP = 128
 
 _COLUMNS = 1024  # of a program of the plain kernels
 _HEIGHTS = (16, 32, 64, 128)  # tile rows that are tried
 
-# Modules that the file imports, with the names that it takes from them. The kernel of bfloat16 calls none of these.
+# Modules that the file imports, with the names that it takes from them. The kernels call none of these.
 _ABSENT: dict[str, tuple[str, ...]] = {
     "sglang.kernels.jit.utils": ("is_arch_support_pdl",),
     "sglang.kernels.ops.quantization.fp8_kernel": (
@@ -49,8 +53,8 @@ class _Settings:
         return types.SimpleNamespace(get=lambda: False)
 
 
-def _kernel_of(file: Path) -> Any:
-    """The kernel, with stand-ins for the modules of SGLang that the file imports."""
+def _module_of(file: Path) -> Any:
+    """The file's module, with stand-ins for the modules of SGLang that it imports."""
     for name, attributes in _ABSENT.items():
         parents = name.split(".")
         for count in range(1, len(parents)):
@@ -65,7 +69,7 @@ def _kernel_of(file: Path) -> Any:
         raise ImportError(f"{file} is no Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.fused_moe_kernel
+    return module
 
 
 @triton.jit
@@ -76,6 +80,30 @@ def _swiglu(hidden, act, inner, COLUMNS: tl.constexpr):
     gate = tl.load(hidden + row * 2 * inner + column, mask=inside).to(tl.float32)
     up = tl.load(hidden + row * 2 * inner + inner + column, mask=inside).to(tl.float32)
     tl.store(act + row * inner + column, (gate * tl.sigmoid(gate) * up).to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def _store_codes(values, codes, scales, at, group):
+    scale = tl.maximum(tl.max(tl.abs(values)), 1e-10) / 448.0
+    tl.store(codes + at, (values / scale).to(tl.float8e4nv))
+    tl.store(scales + group, scale)
+
+
+@triton.jit
+def _quantize(x, codes, scales, width, GROUP: tl.constexpr):
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = row * width + group * GROUP + tl.arange(0, GROUP)
+    _store_codes(tl.load(x + at).to(tl.float32), codes, scales, at, row * (width // GROUP) + group)
+
+
+@triton.jit
+def _swiglu_codes(hidden, codes, scales, inner, GROUP: tl.constexpr):
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = group * GROUP + tl.arange(0, GROUP)
+    gate = tl.load(hidden + row * 2 * inner + column).to(tl.float32)
+    up = tl.load(hidden + row * 2 * inner + inner + column).to(tl.float32)
+    act = (gate * tl.sigmoid(gate) * up).to(tl.bfloat16).to(tl.float32)
+    _store_codes(act, codes, scales, row * inner + column, row * (inner // GROUP) + group)
 
 
 @triton.jit
@@ -95,33 +123,49 @@ class Peer:
     Args:
         file: SGLang's file of kernels.
         inputs: the operands.
+        kind: one of `PEER_KINDS`. With float8, two plain kernels quantise rows, the second one after SwiGLU.
         samples_of: times calls.
     """
 
     def __init__(
-        self, file: Path, inputs: Inputs, samples_of: Callable[[list[Callable[[], Any]]], list[list[float]]]
+        self, file: Path, inputs: Inputs, kind: str, samples_of: Callable[[list[Callable[[], Any]]], list[list[float]]]
     ) -> None:
-        self._kernel, self._samples_of = _kernel_of(file), samples_of
+        self._module, self._kind, self._samples_of = _module_of(file), kind, samples_of
         tokens, hidden, inner, experts, topk = inputs.shape
         slots, new = tokens * topk, inputs.x.new_empty
         self._shape, self._x = inputs.shape, inputs.x
         self._weights = inputs.probs.reshape(-1).contiguous()
-        self._matrices = [each.transpose(1, 2).contiguous() for each in (inputs.gate_up, inputs.down)]
+        self._matrices = [_matrix(each, kind) for each in (inputs.gate_up, inputs.down)]
         self._hidden, self._act = new(slots, 2 * inner), new(slots, inner)
         self._rows, self._out = new(slots, hidden), new(tokens, hidden)
+        self._codes = [_empty_codes(each) for each in (self._x, self._act)] if kind == "fp8_128x128" else []
         self._maps = {height: _aligned(inputs.ids, height, experts) for height in _HEIGHTS}
 
     def tuned(self) -> Callable[[], torch.Tensor]:
         """The layer with the fastest tiles of each GEMM."""
         _, hidden, inner, _, topk = self._shape
         tiles = list(self._tiles())
-        first = self._fastest([self._launch(self._x, 0, self._hidden, False, topk, each) for each in tiles])
-        second = self._fastest([self._launch(self._act, 1, self._rows, True, 1, each) for each in tiles])
         slots, tokens = len(self._act), len(self._out)
 
+        def quantize() -> None:
+            if self._codes:
+                _quantize[(tokens, hidden // _GROUP)](self._x, *self._codes[0], hidden, _GROUP)
+
+        def activate() -> None:
+            if self._codes:
+                _swiglu_codes[(slots, inner // _GROUP)](self._hidden, *self._codes[1], inner, _GROUP)
+            else:
+                _swiglu[(slots, triton.cdiv(inner, _COLUMNS))](self._hidden, self._act, inner, _COLUMNS)
+
+        quantize()
+        first = self._fastest([self._launch(0, self._hidden, False, topk, each) for each in tiles])
+        activate()
+        second = self._fastest([self._launch(1, self._rows, True, 1, each) for each in tiles])
+
         def forward() -> torch.Tensor:
+            quantize()
             first()
-            _swiglu[(slots, triton.cdiv(inner, _COLUMNS))](self._hidden, self._act, inner, _COLUMNS)
+            activate()
             second()
             _sum_rows[(tokens, triton.cdiv(hidden, _COLUMNS))](self._rows, self._out, hidden, topk, _COLUMNS)
             return self._out
@@ -132,7 +176,8 @@ class Peer:
         tokens, _, _, experts, topk = self._shape
         rows = tokens * topk / experts
         heights = _HEIGHTS[:1] if rows <= 16 else _HEIGHTS[:3] if rows <= 64 else _HEIGHTS[2:]
-        for height, width, depth, warps, stages in itertools.product(heights, (64, 128), (64, 128), (4, 8), (3, 4)):
+        depths = (64, 128) if self._kind in ("bf16", "int8") else (128,)
+        for height, width, depth, warps, stages in itertools.product(heights, (64, 128), depths, (4, 8), (3, 4)):
             if (height, warps) == (16, 8) or (height >= 64 and (width, warps) == (128, 4)):
                 continue
             names = "BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "num_warps", "num_stages"
@@ -149,21 +194,84 @@ class Peer:
         return min(found, key=lambda each: each[0])[1]
 
     def _launch(
-        self, rows: torch.Tensor, which: int, out: torch.Tensor, is_weighted: bool, topk: int, tiles: dict[str, int]
+        self, which: int, out: torch.Tensor, is_weighted: bool, topk: int, tiles: dict[str, int]
     ) -> Callable[[], None]:
         matrix, (places, experts, total) = self._matrices[which], self._maps[tiles["BLOCK_SIZE_M"]]
-        _, width, depth = matrix.shape
+        rows, row_scales = self._codes[which] if self._codes else ((self._x, self._act)[which], None)
+        codes, scales = (matrix.codes, matrix.scales) if isinstance(matrix, Codes) else (matrix, None)
+        width, depth = codes.shape[1], rows.shape[1]
         grid = (triton.cdiv(len(places), tiles["BLOCK_SIZE_M"]) * triton.cdiv(width, tiles["BLOCK_SIZE_N"]),)
-        strides = *rows.stride(), matrix.stride(0), matrix.stride(2), matrix.stride(1), 0, 0, *out.stride()
-        # no scales
-        operands = rows, None, matrix, None, None, out, None, None, self._weights, places, experts, total, None
-        sizes = width, depth, len(places), len(out), *strides, *(0,) * 7
-        flags = ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "per_channel_quant", "c_sorted", "swap_ab")
-        flags = (*flags, "FUSE_ADD_TO_OUTPUT", "MASK_OUTPUT", "FUSE_SUM_ALL_REDUCE")
-        options = {**tiles, **dict.fromkeys(flags, False), "MUL_ROUTED_WEIGHT": is_weighted, "top_k": topk}
+        strides = *rows.stride(), codes.stride(0), codes.stride(2), codes.stride(1)
+        of_scales = () if scales is None else (scales.stride(0), *reversed(scales.stride()[1:]))
+        options: dict[str, Any] = {**tiles, "MUL_ROUTED_WEIGHT": is_weighted, "top_k": topk}
         options |= {"compute_type": tl.bfloat16, "even_Ks": depth % tiles["BLOCK_SIZE_K"] == 0}
-        options["ROUTER_TOPK"] = self._shape.topk
-        return lambda: self._kernel[grid](*operands, *sizes, **options)
+        if self._kind == "int4_1x128":
+            operands = rows, codes, out, scales, None, self._weights, places, experts, total
+            sizes = width, depth, len(places), len(self._rows), *strides, *out.stride(), *of_scales, 0, 0, 0
+            flags = {"has_zp": False, "use_int4_w4a16": True, "use_int8_w8a16": False, "group_size": _GROUP}
+            kernel = self._module.fused_moe_kernel_gptq_awq
+        else:
+            operands = (
+                rows,
+                None,
+                codes,
+                None,
+                None,
+                out,
+                row_scales,
+                scales,
+                self._weights,
+                places,
+                experts,
+                total,
+                None,
+            )
+            groups = (_GROUP, _GROUP) if self._codes else (0, 0)
+            of_rows = (0, 0) if row_scales is None else row_scales.stride()
+            of_matrix = (*of_scales, 0, 0, 0)[:3] if len(of_scales) != 2 else (of_scales[0], 0, of_scales[1])
+            sizes = (
+                width,
+                depth,
+                len(places),
+                len(self._rows),
+                *strides,
+                0,
+                0,
+                *out.stride(),
+                *of_rows,
+                *of_matrix,
+                *groups,
+            )
+            names = ("use_int8_w8a8", "per_channel_quant", "c_sorted", "FUSE_ADD_TO_OUTPUT", "MASK_OUTPUT")
+            flags = dict.fromkeys((*names, "FUSE_SUM_ALL_REDUCE"), False)
+            is_narrow = tiles["BLOCK_SIZE_M"] < 64 <= tiles["BLOCK_SIZE_N"]
+            flags |= {"use_fp8_w8a8": bool(self._codes), "use_int8_w8a16": self._kind == "int8"}
+            flags |= {"swap_ab": bool(self._codes) and is_narrow, "ROUTER_TOPK": self._shape.topk}
+            kernel = self._module.fused_moe_kernel
+        return lambda: kernel[grid](*operands, *sizes, **options, **flags)
+
+
+def _matrix(values: torch.Tensor, kind: str) -> torch.Tensor | Codes:
+    """Matrices [E, K, N] as SGLang stores them, [E, N, K]; int4 codes are unsigned there."""
+    if kind == "bf16":
+        return values.transpose(1, 2).contiguous()
+    if kind != "fp8_128x128":
+        codes, scales = integer_codes(values, kind)
+        return Codes(codes if kind == "int8" else codes.view(torch.uint8) ^ 0x88, scales)
+    experts, depth, width = values.shape
+    made = values.new_empty(experts, width, depth, dtype=torch.float8_e4m3fn)
+    scales = values.new_empty(experts, width // _GROUP, depth // _GROUP, dtype=torch.float32)
+    for expert in range(experts):
+        blocks = values[expert].t().float().reshape(width // _GROUP, _GROUP, depth // _GROUP, _GROUP)
+        scales[expert] = blocks.abs().amax((1, 3)) / 448
+        made[expert] = (blocks / scales[expert, :, None, :, None]).reshape(width, depth).to(torch.float8_e4m3fn)
+    return Codes(made, scales)
+
+
+def _empty_codes(rows: torch.Tensor) -> Codes:
+    """Memory for the codes of rows, and for their scales."""
+    scales = rows.new_empty(len(rows), rows.shape[1] // _GROUP, dtype=torch.float32)
+    return Codes(rows.new_empty(rows.shape, dtype=torch.float8_e4m3fn), scales)
 
 
 def _aligned(ids: torch.Tensor, height: int, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
