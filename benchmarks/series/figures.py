@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from benchmarks.expert_parallel.passes import pass_times, slowest_steps
 from benchmarks.layer.shapes import Shape
 from benchmarks.pages import parsed
-from benchmarks.serving.models import MODELS
+from benchmarks.serving.models import KINDS, MODELS
 
 __all__ = ["Figure", "Result", "load_results", "result_of"]
 
@@ -108,11 +108,13 @@ def _public_calls(lines: _Lines) -> Iterator[Figure]:
 def _serving(lines: _Lines) -> Iterator[Figure]:
     for line in lines:
         hidden, inner, *_ = MODELS[line["model"]]
+        kind = line.get("kind", "bf16")
+        title = "few tokens" if kind == "bf16" else f"few tokens, {kind}"
         for name, found in line.items():
             if isinstance(found, dict) and "us" in found:
-                read = 6 * line["experts"] * hidden * inner / found["us"] / 1e3
+                read = KINDS[kind].bits / 8 * 3 * line["experts"] * hidden * inner / found["us"] / 1e3
                 shape = f"{line['model']}, {line['tokens']}"
-                yield Figure(f"few tokens: {name}", shape, read, "GB/s", name.startswith("ours"))
+                yield Figure(f"{title}: {name}", shape, read, "GB/s", name.startswith("ours"))
 
 
 def _exchanges(lines: _Lines) -> Iterator[Figure]:

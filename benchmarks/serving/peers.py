@@ -21,7 +21,7 @@ from benchmarks.layer.library import Codes, integer_codes
 
 __all__ = ["PEER_KINDS", "Peer"]
 
-PEER_KINDS = ("bf16", "fp8_128x128", "int8", "int4_1x128")
+PEER_KINDS = ("bf16", "fp8_128x128", "int8")
 _GROUP = 128
 
 _COLUMNS = 1024  # of a program of the plain kernels
@@ -176,7 +176,7 @@ class Peer:
         tokens, _, _, experts, topk = self._shape
         rows = tokens * topk / experts
         heights = _HEIGHTS[:1] if rows <= 16 else _HEIGHTS[:3] if rows <= 64 else _HEIGHTS[2:]
-        depths = (64, 128) if self._kind in ("bf16", "int8") else (128,)
+        depths = (128,) if self._kind == "fp8_128x128" else (64, 128)
         for height, width, depth, warps, stages in itertools.product(heights, (64, 128), depths, (4, 8), (3, 4)):
             if (height, warps) == (16, 8) or (height >= 64 and (width, warps) == (128, 4)):
                 continue
@@ -205,59 +205,27 @@ class Peer:
         of_scales = () if scales is None else (scales.stride(0), *reversed(scales.stride()[1:]))
         options: dict[str, Any] = {**tiles, "MUL_ROUTED_WEIGHT": is_weighted, "top_k": topk}
         options |= {"compute_type": tl.bfloat16, "even_Ks": depth % tiles["BLOCK_SIZE_K"] == 0}
-        if self._kind == "int4_1x128":
-            operands = rows, codes, out, scales, None, self._weights, places, experts, total
-            sizes = width, depth, len(places), len(self._rows), *strides, *out.stride(), *of_scales, 0, 0, 0
-            flags = {"has_zp": False, "use_int4_w4a16": True, "use_int8_w8a16": False, "group_size": _GROUP}
-            kernel = self._module.fused_moe_kernel_gptq_awq
-        else:
-            operands = (
-                rows,
-                None,
-                codes,
-                None,
-                None,
-                out,
-                row_scales,
-                scales,
-                self._weights,
-                places,
-                experts,
-                total,
-                None,
-            )
-            groups = (_GROUP, _GROUP) if self._codes else (0, 0)
-            of_rows = (0, 0) if row_scales is None else row_scales.stride()
-            of_matrix = (*of_scales, 0, 0, 0)[:3] if len(of_scales) != 2 else (of_scales[0], 0, of_scales[1])
-            sizes = (
-                width,
-                depth,
-                len(places),
-                len(self._rows),
-                *strides,
-                0,
-                0,
-                *out.stride(),
-                *of_rows,
-                *of_matrix,
-                *groups,
-            )
-            names = ("use_int8_w8a8", "per_channel_quant", "c_sorted", "FUSE_ADD_TO_OUTPUT", "MASK_OUTPUT")
-            flags = dict.fromkeys((*names, "FUSE_SUM_ALL_REDUCE"), False)
-            is_narrow = tiles["BLOCK_SIZE_M"] < 64 <= tiles["BLOCK_SIZE_N"]
-            flags |= {"use_fp8_w8a8": bool(self._codes), "use_int8_w8a16": self._kind == "int8"}
-            flags |= {"swap_ab": bool(self._codes) and is_narrow, "ROUTER_TOPK": self._shape.topk}
-            kernel = self._module.fused_moe_kernel
-        return lambda: kernel[grid](*operands, *sizes, **options, **flags)
+        maps = self._weights, places, experts, total
+        operands = (rows, None, codes, None, None, out, row_scales, scales, *maps, None)
+        of_rows = (0, 0) if row_scales is None else row_scales.stride()
+        of_matrix = (of_scales[0], 0, of_scales[1]) if len(of_scales) == 2 else of_scales or (0, 0, 0)
+        groups = (_GROUP, _GROUP) if self._codes else (0, 0)
+        lengths = width, depth, len(places), len(self._rows)
+        sizes = (*lengths, *strides, 0, 0, *out.stride(), *of_rows, *of_matrix, *groups)
+        names = ("use_int8_w8a8", "per_channel_quant", "c_sorted", "FUSE_ADD_TO_OUTPUT", "MASK_OUTPUT")
+        options |= dict.fromkeys((*names, "FUSE_SUM_ALL_REDUCE"), False)
+        options |= {"use_fp8_w8a8": bool(self._codes), "use_int8_w8a16": self._kind == "int8"}
+        is_narrow = tiles["BLOCK_SIZE_M"] < 64 <= tiles["BLOCK_SIZE_N"]
+        options |= {"swap_ab": bool(self._codes) and is_narrow, "ROUTER_TOPK": self._shape.topk}
+        return lambda: self._module.fused_moe_kernel[grid](*operands, *sizes, **options)
 
 
 def _matrix(values: torch.Tensor, kind: str) -> torch.Tensor | Codes:
-    """Matrices [E, K, N] as SGLang stores them, [E, N, K]; int4 codes are unsigned there."""
+    """Matrices [E, K, N] as SGLang stores them, [E, N, K]."""
     if kind == "bf16":
         return values.transpose(1, 2).contiguous()
-    if kind != "fp8_128x128":
-        codes, scales = integer_codes(values, kind)
-        return Codes(codes if kind == "int8" else codes.view(torch.uint8) ^ 0x88, scales)
+    if kind == "int8":
+        return integer_codes(values, kind)
     experts, depth, width = values.shape
     made = values.new_empty(experts, width, depth, dtype=torch.float8_e4m3fn)
     scales = values.new_empty(experts, width // _GROUP, depth // _GROUP, dtype=torch.float32)

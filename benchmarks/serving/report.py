@@ -23,18 +23,19 @@ _PEER = "SGLang, maps given"
 
 INTRODUCTION = """# Layers with few tokens: measured
 
-Forward passes of a layer of experts in bfloat16, as decode and small batches have them: replays of CUDA graphs with a
-cold L2, in microseconds, medians with the larger distance of the fastest and the slowest sample. Experts are drawn
+Forward passes of a layer of experts, as decode and small batches have them: replays of CUDA graphs with a cold L2, in
+microseconds, medians with the larger distance of the fastest and the slowest sample. Experts are drawn
 uniformly. The router's matrix product and its top-k are not included.
 
 * *floor* is the bytes of the matrices of experts that have rows, at the speed of the fastest large read of the same
   process. A layer can be faster: its reads are in a better order than those of that sum.
 * *from ids* includes routing; *maps given* does not.
+* *kind* is the form of the matrices. Tokens are bfloat16; with float8 both quantise rows in the measured time.
 * *SGLang* is the Triton kernel of its wheel between plain kernels for SwiGLU and the sum over slots. The benchmark
   tunes its tiles for each row, and gives it its maps. *ratio* is its time over ours with maps given.
 
 """
-_COLUMNS = ("model", "tokens", "experts with rows", "floor", "from ids", "maps given", "SGLang", "ratio")
+_COLUMNS = ("model", "kind", "tokens", "experts with rows", "floor", "from ids", "maps given", "SGLang", "ratio")
 _HEAD = f"| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|\n"
 
 
@@ -49,13 +50,20 @@ def _time(line: dict[str, Any], name: str) -> str:
 def _row(line: dict[str, Any]) -> str:
     ours, peer = line["ours, maps given"], line.get(_PEER, {})
     ratio = f"{peer['us'] / ours['us']:.2f}" if "us" in peer and "us" in ours else "-"
-    cells = [line["model"], line["tokens"], line["experts"], f"{line['floor_us']:.1f}", _time(line, "ours")]
+    cells = [
+        line["model"],
+        line.get("kind", "bf16"),
+        line["tokens"],
+        line["experts"],
+        f"{line['floor_us']:.1f}",
+        _time(line, "ours"),
+    ]
     return "| " + " | ".join(map(str, [*cells, _time(line, "ours, maps given"), _time(line, _PEER), ratio])) + " |\n"
 
 
 def _refuse_wrong(path: Path, lines: list[dict[str, Any]]) -> None:
     """A page shows no results of this package that are wrong."""
-    wrong = [(each["model"], each["tokens"]) for each in lines if "error" in each["ours"]]
+    wrong = [(each["model"], each.get("kind"), each["tokens"]) for each in lines if "error" in each["ours"]]
     if wrong:
         raise SystemExit(f"{path}: wrong results at {wrong}; measure again")
 

@@ -116,13 +116,20 @@ def test_exchanges_have_a_point_in_gigabytes_a_second_and_layers_in_teraflops():
     ]
 
 
-def test_layers_with_few_tokens_are_bytes_of_the_matrices_that_are_read_per_time() -> None:
+@pytest.mark.parametrize(
+    ("kind", "title", "item_bytes"),
+    [({}, "few tokens", 2), ({"kind": "bf16"}, "few tokens", 2), ({"kind": "int4"}, "few tokens, int4", 0.5)],
+    ids=str,
+)
+def test_layers_with_few_tokens_are_bytes_of_the_matrices_that_are_read_per_time(
+    kind: dict[str, str], title: str, item_bytes: float
+) -> None:
     machine = '{"machine": true, "gpu": "NVIDIA H200", "date": "2026-11-28"}'
-    found = '{"model": "Qwen3-30B", "tokens": 4, "experts": 10, "ours": {"us": 50.0}, "SGLang": {"error": "x"}}'
-    result = result_of("h200-serving.jsonl", f"{machine}\n{found}\n")
+    found = {"model": "Qwen3-30B", **kind, "tokens": 4, "experts": 10, "ours": {"us": 50.0}, "SGLang": {"error": "x"}}
+    result = result_of("h200-serving.jsonl", f"{machine}\n{json.dumps(found)}\n")
     assert result is not None
-    ours = Figure("few tokens: ours", "Qwen3-30B, 4", 10 * 6 * 2048 * 768 / 50 / 1e3, "GB/s", True)
-    assert result.figures == [ours]
+    read = item_bytes * 10 * 3 * 2048 * 768 / 50 / 1e3
+    assert result.figures == [Figure(f"{title}: ours", "Qwen3-30B, 4", read, "GB/s", True)]
 
 
 def test_a_benchmark_without_a_reader_is_an_error():

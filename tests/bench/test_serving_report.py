@@ -30,7 +30,7 @@ def page_of(path: Path, machine: dict[str, Any] | None = None, **line: Any) -> s
 
 def test_a_line_shows_spreads_and_how_much_slower_the_peer_is(tmp_path: Path) -> None:
     text = page_of(tmp_path, {"sglang": "0.5"}, **{PEER: time(24)})
-    assert "| A | 4 | 3 | 12.3 | 20.0 ±2.0 | 16.0 ±2.0 | 24.0 ±2.0 | 1.50 |\n" in text
+    assert "| A | bf16 | 4 | 3 | 12.3 | 20.0 ±2.0 | 16.0 ±2.0 | 24.0 ±2.0 | 1.50 |\n" in text
     assert "## NVIDIA X\n\nCommit abc, today, PyTorch 2, SGLang 0.5; fastest read 4.00 TB/s.\n" in text
 
 
@@ -42,8 +42,8 @@ def test_a_peer_may_be_wrong_or_absent(tmp_path: Path) -> None:
 
 
 def test_wrong_results_of_this_package_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"wrong results at \[\('A', 4\)\]; measure again$"):
-        page_of(tmp_path, ours={"error": "out is 1 of its norm off"})
+    with pytest.raises(SystemExit, match=r"wrong results at \[\('A', 'int8', 4\)\]; measure again$"):
+        page_of(tmp_path, kind="int8", ours={"error": "out is 1 of its norm off"})
 
 
 def test_the_results_of_the_repository_make_a_page(tmp_path: Path) -> None:
