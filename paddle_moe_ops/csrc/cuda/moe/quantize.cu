@@ -94,17 +94,6 @@ __device__ float group_scale(const float* values, float amax_min, bool ue8m0) {
   return ue8m0 ? __uint_as_float((__float_as_uint(scale) + 0x7FFFFFu) >> 23 << 23) : scale;
 }
 
-// Codes of the lane's elements.
-__device__ uint4 codes_of(const float* values, float inverse) {
-  uint32_t words[kLaneColumns / 4];
-#pragma unroll
-  for (int i = 0; i < kLaneColumns / 4; ++i) {
-    const float* v = values + 4 * i;
-    words[i] = float8_pair(v[0], v[1], inverse) | float8_pair(v[2], v[3], inverse) << 16;
-  }
-  return {words[0], words[1], words[2], words[3]};
-}
-
 template <bool kVectors>
 __device__ void store_codes(uint8_t* row, int64_t column, int64_t hidden, const uint4& codes) {
   if constexpr (kVectors) {
@@ -154,7 +143,9 @@ __device__ void quantize_token(const QuantizeWork& work, int64_t token) {
     float values[kLaneColumns];
     load_columns<Rows, kVectors>(static_cast<const char*>(p.x) + token * work.x_stride, column, p.hidden, values);
     const float scale = group_scale(values, p.amax_min, p.ue8m0 != 0);
-    const uint4 codes = codes_of(values, __frcp_rn(scale));
+    uint32_t words[kLaneColumns / 4];
+    float8_codes(values, __frcp_rn(scale), words);
+    const uint4 codes = {words[0], words[1], words[2], words[3]};
     uint32_t value = __float_as_uint(scale);
     if (p.ue8m0 != 0) {
       const int group = lane / kGroupLanes;
