@@ -11,6 +11,7 @@ PADDLE ?= paddlepaddle==3.3.1
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 SERIES_ARGS ?=
+CUDA_BUILD_ARGS ?=
 CORE_TESTS ?= tests/core
 COVERAGE_TESTS ?= tests/reference tests/ops tests/packaging tests/static tests/scenarios tests/distributed tests/triton
 
@@ -30,7 +31,7 @@ COVERAGE_FLAGS := $(CORE_FLAGS) -O1 -g -w --coverage
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs docs-pictures notebook drawings test test-slow test-integrations test-isa fresh-environments lint format core sanitize asan-triton fuzz coverage bench-report wheel mutants gpu-bundle gpu-sanitize gpu-fuzz gpu-standin gpu-report results-series results-check release-dry-run check-place check-cuda check-aarch64 ci-full clean
+.PHONY: help demo docs docs-pictures notebook drawings test test-slow test-integrations test-isa fresh-environments lint format core sanitize asan-triton fuzz coverage bench-report wheel mutants gpu-bundle gpu-sanitize gpu-fuzz gpu-standin gpu-report results-series results-check release-dry-run check-place check-cuda check-cuda-build check-aarch64 ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -244,6 +245,10 @@ check-place: $(VENV)/stamp-deps check-cuda ## compile the bindings for a CUDA bu
 check-cuda: ## the kernels alone, which need nvcc and no environment
 	$(MAKE) -f tools/gpu_rig/Makefile check-cuda
 
+# The path of setup.py under a GPU wheel, of which PyPI has none for Paddle 3: build, symbols, selftest, and the sizes.
+check-cuda-build: $(VENV)/stamp-deps ## build by setup.py as under a GPU wheel of Paddle, and check the library; options in CUDA_BUILD_ARGS
+	$(PY) tools/cuda_build.py $(CUDA_BUILD_ARGS)
+
 # The CPU core for aarch64, whose vectors are the compiler's business; Debian has the compiler (g++-aarch64-linux-gnu).
 check-aarch64: ## compile the CPU core for aarch64, every warning an error
 	command -v $(AARCH64_CXX) >/dev/null || apt-get install --yes --no-install-recommends g++-aarch64-linux-gnu
@@ -275,7 +280,7 @@ release-dry-run: wheel ## the files of a release in build/release, as release.ym
 	mkdir -p build && $(PY) setup.py -q egg_info --egg-base build sdist
 	$(PYTHON) tools/release.py --dry-run dist/*
 
-ci-full: lint core check-aarch64 check-place sanitize fuzz test test-slow test-integrations test-isa fresh-environments ## all checks, the slow ones too
+ci-full: lint core check-aarch64 check-place check-cuda-build sanitize fuzz test test-slow test-integrations test-isa fresh-environments ## all checks, the slow ones too
 
 clean: ## delete what was built, not the environment
 	rm -rf build dist *.egg-info $(VENV)/stamp-built paddle_moe_ops/_C.py paddle_moe_ops/_C_pd_.so paddle_moe_ops/_build_info.json

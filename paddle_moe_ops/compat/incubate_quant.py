@@ -12,10 +12,10 @@ import paddle
 from paddle import Tensor
 
 from .. import _checks
-from .._graphs import is_graph_value, public, without_autocast
-from ..backends import resolve
+from .._graphs import is_graph_value, public
+from ..backends import direct, resolve
 from ._incubate_slots import maps_of_dispatch
-from .fp8.rule import GROUP, quantized
+from .fp8.operands import GROUP
 
 __all__ = ["moe_gate_dispatch_and_quant"]
 
@@ -61,9 +61,7 @@ def moe_gate_dispatch_and_quant(
     maps, results = maps_of_dispatch(name, x, gate_logits, corr_bias, k, capacity, use_pad, _DTYPES)
     if x.shape[1] % GROUP:
         _checks.bad_value(name, "x", f"of shape [num_tokens, hidden] with hidden % {GROUP} == 0", list(x.shape))
-    with without_autocast():
-        codes, scales = quantized(x, 1, use_pow2_scale)
-        codes, scales = resolve("permute", codes).permute(codes, scales, maps, "all")
-        is_free = (maps.row_to_token < 0).unsqueeze(-1)
-        scales = paddle.where(is_free, paddle.ones_like(scales), scales)
-    return codes, scales, *results
+    codes, scales, _, _ = direct("paddle_quantize", x, True, False, False, False, use_pow2_scale, False, False, 0.0)
+    codes, scales = resolve("permute", codes).permute(codes, scales, maps, "all")
+    is_free = (maps.row_to_token < 0).unsqueeze(-1)
+    return codes, paddle.where(is_free, paddle.ones_like(scales), scales), *results

@@ -19,6 +19,7 @@ implementation agrees within a tolerance.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -170,7 +171,8 @@ def fused_weighted_swiglu_act_quant(
         prob: float32, one for each row, or None.
         using_pow2_scaling: scales that are powers of two.
     """
-    gate, up = np.split(x.reshape(-1, x.shape[-1]).astype(np.float64), 2, axis=1)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).astype(np.float64)
+    gate, up = np.split(rows, 2, axis=1)
     with np.errstate(over="ignore", invalid="ignore"):
         y = gate / (1 + np.exp(-gate)) * up
         if prob is not None:

@@ -51,11 +51,13 @@ def problem(rng, place):
 
 def test_every_operator_can_be_called_directly(direct):
     only_directly = {name for name in direct if name.startswith("rank_")} | {"window", "host_words"}
+    # test_paddle_fp8_quantize.py, test_paddle_fp8_products.py
+    only_directly |= {name for name in direct if name.startswith("paddle_")}
     # test_float8_mlp.py and tests/scenarios/test_deferred_weight_gradients.py; the others: test_rank_operators.py
     only_directly |= {"quantize_matrices", "layer_forward", "layer_backward"}
     only_directly |= {"layer_wgrads", "grouped_dgrad", "grouped_wgrad"}
     assert sorted(f"pmo_{name}" for name in direct if name not in only_directly) == operator_names()
-    assert len(only_directly) == 21
+    assert len(only_directly) == 26
 
 
 def test_a_call_without_gradient_does_not_go_through_paddle(problem, calls_of_paddle):
@@ -113,6 +115,7 @@ anything = st.one_of(
     st.tuples(st.integers()),
     st.sampled_from([(0,), (1,), (63,), (63, 2), (3, 0), (1, 2, 3)]).map(lambda shape: paddle.ones(shape, "int32")),
     st.sampled_from([(0,), (2, 72), (63, 72), (1, 1)]).map(paddle.ones),
+    st.lists(st.sampled_from([(0,), (128, 256), (0, 128), (3, 5)]).map(paddle.ones), min_size=1, max_size=3),
 )
 
 
@@ -125,7 +128,7 @@ def test_arguments_of_any_kind_raise_or_are_taken_but_never_end_the_process(dire
         outputs = direct[name](*arguments)
     except (ValueError, OverflowError):
         return
-    assert all(isinstance(output, paddle.Tensor) for output in outputs)
+    assert all(output is None or isinstance(output, paddle.Tensor) for output in outputs)
 
 
 def test_an_argument_of_another_type_is_refused(direct, problem):
@@ -140,6 +143,9 @@ def test_an_argument_of_another_type_is_refused(direct, problem):
         direct["route"](plan.slot_to_row, None, 7, -1, 1, 1, [2**31], -1, 0, 0)
     with pytest.raises(ValueError, match="permute: the number of arguments is wrong"):
         direct["permute"](x)
+    for matrices in ([x, 1], [1, x], [], x, [x, None]):
+        with pytest.raises(ValueError, match="an argument is not what the operator takes"):
+            direct["paddle_quantize_stack"](matrices, True)
 
 
 def turns_of_another_thread_during(call, attempts=1000):

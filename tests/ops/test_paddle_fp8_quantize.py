@@ -14,7 +14,6 @@ from paddle import _C_ops
 from paddle_moe_ops import patched_paddle
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.compat import fp8
-from paddle_moe_ops.compat.fp8 import rule
 from paddle_moe_ops.reference import paddle_fp8 as oracle
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import every_kind, ordinary, tensor
@@ -125,17 +124,6 @@ def test_every_number_as_the_largest_and_as_any_of_its_group(dtype, pow2, rng, p
             fp8.fp8_quant_blockwise(tensor(x, place), using_pow2_scale=pow2),
             oracle.fp8_quant_blockwise(x, using_pow2_scale=pow2),
         )
-
-
-@pytest.mark.parametrize("pow2", [False, True])
-@pytest.mark.parametrize("tile_rows", [1, 128])
-def test_the_rule_for_any_float32(tile_rows, pow2, rng, place):
-    """Numbers before they are rounded, as SwiGLU returns them: any bits, and groups of one size."""
-    any_bits = rng.integers(0, 2**32, (1024, 200), np.uint32).view(np.float32)
-    alike = ordinary(rng, (1024, 200)) * np.exp2(rng.integers(-148, 120, (1024, 1))).astype(np.float32)
-    for x in (any_bits, alike):
-        got = rule.quantized(tensor(x, place), tile_rows, pow2, overflow=rule.FLOAT32_MAX)
-        assert_same(got, oracle._quantize(x, tile_rows, 0.0, pow2, overflow=np.finfo(np.float32).max))
 
 
 def test_gradients_end_here(rng, place):

@@ -180,3 +180,11 @@ def test_the_chinese_readme_has_the_same_programs_commands_links_numbers_and_mar
     assert marks_of(chinese) == [[MARKS[mark] for mark in row] for row in marks_of(README)]
     assert "](README.zh.md)" in README
     assert "](README.md)" in chinese
+
+
+def test_the_cuda_versions_of_released_wheels_are_named_in_both_languages():
+    """Whoever installs from sources can take the Paddle that a released wheel needs."""
+    matrix = (ROOT / ".github" / "workflows" / "wheels.yml").read_text(encoding="utf-8")
+    (released,) = re.findall(r"^ +cuda: \[(.*)\]$", matrix, re.MULTILINE)
+    for page in (README, (ROOT / "README.zh.md").read_text(encoding="utf-8")):
+        assert set(released.split(", ")) <= set(re.findall(r"`(cu\d+)`", page))

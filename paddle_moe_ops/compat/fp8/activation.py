@@ -11,8 +11,9 @@ import paddle
 from paddle import Tensor
 
 from ... import _checks
-from ..._graphs import filled, public, without_autocast
-from .rule import FLOAT32_MAX, GROUP, dequantized, divided, dygraph_tensor, quantized, unpacked_exponents
+from ..._graphs import public
+from ...backends import direct
+from .operands import GROUP, dequantized, dygraph_tensor
 
 __all__ = ["fused_act_dequant", "fused_swiglu_weighted_bwd", "fused_weighted_swiglu_act_quant"]
 
@@ -43,8 +44,7 @@ def fused_act_dequant(x: Tensor, x_scale: Tensor) -> Tensor:
     is_packed = getattr(x_scale, "dtype", None) == paddle.int32
     dygraph_tensor(name, "x_scale", x_scale, dtypes, [num_rows, -(-columns // (4 * GROUP if is_packed else GROUP))])
     _checks.same_place(name, x=x, x_scale=x_scale)
-    with without_autocast():
-        return dequantized(x, unpacked_exponents(x_scale, -(-columns // GROUP)) if is_packed else x_scale)
+    return dequantized(x, x_scale)
 
 
 @public()
@@ -53,8 +53,7 @@ def fused_weighted_swiglu_act_quant(
 ) -> tuple[Tensor, Tensor]:
     """Compute SwiGLU times a probability in float32, and quantise it with 128 columns to a group.
 
-    Not differentiable. Deterministic on a device; backends may differ by a code, as their exponential functions do.
-    No host synchronisation.
+    Not differentiable. Deterministic: the same bits on every backend and run. No host synchronisation.
 
     Args:
         x: [..., 2 * I] bfloat16, the gate's half first.
@@ -75,17 +74,12 @@ def fused_weighted_swiglu_act_quant(
     *leading, width = x.shape
     if width % 2:
         _checks.bad_value(function, "x", "of shape [..., 2 * I]", list(x.shape))
-    num_rows, inner = math.prod(leading), width // 2
+    num_rows = math.prod(leading)
     if prob is not None:
         shape = [num_rows, *([1] * (getattr(prob, "ndim", 1) - 1))]
         dygraph_tensor(function, "prob", prob, (paddle.float32,), shape)
         _checks.same_place(function, x=x, prob=prob)
-    with without_autocast():
-        gate, up = _halves(x.reshape([num_rows, width]), inner)
-        y = gate * _sigmoid(gate) * up
-        if prob is not None:
-            y = y * prob.reshape([num_rows, 1])
-        return quantized(y, 1, using_pow2_scaling, overflow=FLOAT32_MAX)
+    return direct("paddle_swiglu", x.reshape([num_rows, width]), prob, using_pow2_scaling)
 
 
 @public()
@@ -94,7 +88,8 @@ def fused_swiglu_weighted_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of SwiGLU times a probability, and its output.
 
-    Numbers are float32, and rounded at the end. Not differentiable. Deterministic on a device. No host synchronisation.
+    Numbers are float32, and rounded at the end. Not differentiable. Deterministic: the same bits on every backend and
+    run. No host synchronisation.
 
     Args:
         o1: [..., 2 * I] bfloat16, the gate's half first.
@@ -121,32 +116,11 @@ def fused_swiglu_weighted_bwd(
     dygraph_tensor(function, "unzipped_probs", unzipped_probs, (paddle.float32,), shape)
     _checks.same_place(function, o1=o1, do2_s=do2_s, unzipped_probs=unzipped_probs)
     num_rows = math.prod(leading)
-    if num_rows * inner == 0:
-        results = (o1.shape, "bfloat16"), (shape, "float32"), (do2_s.shape, "bfloat16")
-        return tuple(filled(sizes, 0, dtype, o1) for sizes, dtype in results)
-    with without_autocast():
-        gate, up = _halves(o1.reshape([num_rows, width]), inner)
-        given = do2_s.reshape([num_rows, inner]).astype("float32")
-        probs = unzipped_probs.reshape([num_rows, 1])
-        sigmoid = _sigmoid(gate)
-        silu = gate * sigmoid
-        out = silu * up
-        weighted = given * probs
-        gate_gradient = weighted * up * (sigmoid * (1.0 + gate - silu))
-        do1 = paddle.concat([gate_gradient, weighted * silu], axis=1).astype("bfloat16").reshape(o1.shape)
-        probs_grad = (given * out).sum(axis=1).reshape(shape)
-        return do1, probs_grad, (out * probs).astype("bfloat16").reshape(do2_s.shape)
+    rows = o1.reshape([num_rows, width]), do2_s.reshape([num_rows, inner]), unzipped_probs.reshape([num_rows])
+    do1, probs_grad, o2_s = direct("paddle_swiglu_backward", *rows)
+    return do1.reshape(o1.shape), probs_grad.reshape(shape), o2_s.reshape(do2_s.shape)
 
 
 def _leading(tensor: Any) -> list[str]:
     """Names of all but the last dimension, for a check; at least one."""
     return [f"dim{index}" for index in range(max(getattr(tensor, "ndim", 2) - 1, 1))]
-
-
-def _halves(matrix: Tensor, inner: int) -> tuple[Tensor, Tensor]:
-    """The two halves of the columns, float32."""
-    return matrix[:, :inner].astype("float32"), matrix[:, inner:].astype("float32")
-
-
-def _sigmoid(gate: Tensor) -> Tensor:
-    return divided(1.0, 1.0 + paddle.exp(-gate))

@@ -11,7 +11,7 @@ from paddle import Tensor
 
 from ... import _checks
 from ..._graphs import filled, public, without_autocast
-from .rule import GROUP, dygraph_tensor
+from .operands import GROUP, dygraph_tensor
 
 __all__ = ["fp8_gemm_blockwise"]
 

@@ -11,7 +11,6 @@ from paddle import Tensor
 
 from ..._graphs import public
 from . import activation, gemm, quantize
-from .rule import E4M3, E5M2
 
 __all__ = ["OPERATORS"]
 
@@ -36,7 +35,7 @@ def fp8_quant_blockwise(
         input_transpose,
         output_scale_transpose,
         return_transpose_only,
-        E5M2 if using_e5m2 else E4M3,
+        using_e5m2,
         using_pow2_scale,
         using_ue8m0_scale,
     )

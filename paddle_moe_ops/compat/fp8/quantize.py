@@ -12,8 +12,9 @@ import paddle
 from paddle import Tensor
 
 from ... import _checks
-from ..._graphs import dense, filled, public, without_autocast
-from .rule import E4M3, GROUP, Format, dequantized, dygraph_tensor, packed_exponents, quantized
+from ..._graphs import filled, public
+from ...backends import direct
+from .operands import GROUP, dequantized, dygraph_tensor
 
 __all__ = [
     "fp8_quant_blockwise",
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 _METHODS = ("1x128", "128x128")
+_FORMATS = {False: paddle.float8_e4m3fn, True: paddle.float8_e5m2}  # by using_e5m2
 _HALF_DTYPES = (paddle.bfloat16, paddle.float16)
 
 
@@ -85,7 +87,7 @@ def fp8_quant_blockwise(
         input_transpose,
         output_scale_transpose,
         return_transpose_only,
-        E4M3,
+        False,
         using_pow2_scale,
         using_ue8m0_scale,
     )
@@ -101,7 +103,7 @@ def quantized_blockwise(
     input_transpose: bool,
     output_scale_transpose: bool,
     return_transpose_only: bool,
-    format: Format,
+    using_e5m2: bool,
     using_pow2_scale: bool,
     using_ue8m0_scale: bool,
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -114,7 +116,7 @@ def quantized_blockwise(
         input_transpose: whether the transpose is quantised.
         output_scale_transpose: the layout of scales.
         return_transpose_only: whether only the transpose is quantised.
-        format: dtype of the codes.
+        using_e5m2: codes in float8_e5m2.
         using_pow2_scale: scales that are powers of two.
         using_ue8m0_scale: packed scales.
     """
@@ -139,21 +141,21 @@ def quantized_blockwise(
     ):
         if is_set and (num_rows % GROUP or columns % GROUP):
             _checks.bad_value(function, "x", f"of sizes that are multiples of 128 with {which}", list(x.shape))
-    tile_rows = 1 if using_1x128_vec_quant else GROUP
-
-    def of(matrix: Tensor) -> tuple[Tensor, Tensor]:
-        pow2 = using_pow2_scale or using_ue8m0_scale
-        codes, scales = quantized(matrix, tile_rows, pow2, epsilon=epsilon, format=format)
-        if using_ue8m0_scale:
-            scales = packed_exponents(scales)
-            scales = paddle.repeat_interleave(scales, tile_rows, axis=0) if scales.size else scales
-        return codes, dense(scales.T) if output_scale_transpose else scales
-
-    with without_autocast():
-        dtype_of_scales = "int32" if using_ue8m0_scale else "float32"
-        nothing = filled([0], 0, "float32", x).astype(format.dtype), filled([0], 0, dtype_of_scales, x)
-        straight = nothing if return_transpose_only else of(x)
-        return straight, of(x.T) if input_transpose else nothing
+    nothing = filled([0], 0, "float32", x)
+    nothing = nothing.astype(_FORMATS[using_e5m2]), nothing.astype("int32" if using_ue8m0_scale else "float32")
+    results = direct(
+        "paddle_quantize",
+        x,
+        not return_transpose_only,
+        input_transpose,
+        not using_1x128_vec_quant,
+        using_e5m2,
+        using_pow2_scale,
+        using_ue8m0_scale,
+        output_scale_transpose,
+        max(epsilon, 0.0),
+    )
+    return nothing if return_transpose_only else results[:2], results[2:] if input_transpose else nothing
 
 
 @public()
@@ -209,8 +211,7 @@ def _stacked(function: str, x: Any, transpose: bool) -> tuple[Tensor, Tensor]:
         if shape[0] % GROUP or shape[1] % GROUP:
             _checks.bad_value(function, f"x[{index}]", "of sizes that are multiples of 128", list(shape))
     _checks.same_place(function, **{f"x[{index}]": matrix for index, matrix in enumerate(matrices)})
-    with without_autocast():
-        return quantized(paddle.concat([each.T if transpose else each for each in matrices]), GROUP, False)
+    return direct("paddle_quantize_stack", list(matrices), transpose)
 
 
 @public()
@@ -254,8 +255,7 @@ def fused_transpose_split_quant(
         _checks.bad_value(function, "input_scales", "None with bfloat16 rows", f"a {type(input_scales).__name__}")
     if min(num_rows, hidden) == 0:
         return [], []
-    with without_autocast():
-        return _split(x if input_scales is None else dequantized(x, input_scales), counts, pow_2_scales)
+    return _split(x if input_scales is None else dequantized(x, input_scales), counts, pow_2_scales)
 
 
 @public()
@@ -285,8 +285,7 @@ def fused_transpose_wlch_split_quant(
     ranks, experts, capacity, hidden = x.shape
     num_rows = ranks * experts * capacity
     counts = _counts(function, tokens_per_expert, num_rows)
-    with without_autocast():
-        return _split(x.transpose([1, 0, 2, 3]).reshape([num_rows, hidden]), counts, pow_2_scales)
+    return _split(x.transpose([1, 0, 2, 3]).reshape([num_rows, hidden]), counts, pow_2_scales)
 
 
 def _counts(function: str, value: Any, num_rows: int) -> list[int]:
@@ -306,11 +305,6 @@ def _counts(function: str, value: Any, num_rows: int) -> list[int]:
     return counts
 
 
-def _split(rows: Tensor, counts: Sequence[int], pow2: bool) -> tuple[list[Tensor], list[Tensor]]:
-    codes, scales, start = [], [], 0
-    for count in counts:
-        own_codes, own_scales = quantized(rows[start : start + count].T, 1, pow2)
-        codes.append(own_codes)
-        scales.append(dense(own_scales.T))
-        start += count
-    return codes, scales
+def _split(rows: Tensor, counts: list[int], pow2: bool) -> tuple[list[Tensor], list[Tensor]]:
+    results = direct("paddle_quantize_split", rows, counts, pow2)
+    return list(results[: len(counts)]), list(results[len(counts) :])

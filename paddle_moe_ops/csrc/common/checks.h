@@ -9,6 +9,7 @@
 #include "pmo/grouped_float8.h"
 #include "pmo/grouped_rows.h"
 #include "pmo/matrices.h"
+#include "pmo/paddle_float8.h"
 #include "pmo/permute.h"
 #include "pmo/quantize.h"
 #include "pmo/ranks.h"
@@ -47,6 +48,9 @@ int check_grouped_outer(const pmo_grouped_outer_params& p);
 int check_grouped_float8(const pmo_grouped_float8_params& p);
 int check_quantize_blocks(const pmo_quantize_blocks_params& p);
 int check_dequantize_matrices(const pmo_dequantize_matrices_params& p);
+int check_paddle_quantize(const pmo_paddle_quantize_params& p);
+int check_paddle_swiglu(const pmo_paddle_swiglu_params& p);
+int check_paddle_swiglu_backward(const pmo_paddle_swiglu_backward_params& p);
 int check_grouped_tables(const pmo_grouped_tables_params& p);
 int check_grouped_clear(const pmo_grouped_clear_params& p);
 int check_row_sums(const pmo_row_sums_params& p);

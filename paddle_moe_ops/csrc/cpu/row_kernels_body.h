@@ -296,21 +296,7 @@ void dot_terms(const DotTerms& terms, const DotTerms& next, int64_t hidden, bool
   for (; first < terms.count; ++first) dot(terms, first, {nullptr, 0}, {nullptr, 0}, hidden, products);
 }
 
-// All bits set if the condition holds: for choices without branches, since a branch would keep a loop from being vectorised.
-inline int32_t mask_if(bool condition) { return -static_cast<int32_t>(condition); }
-
-// The e4m3fn number nearest to a value, ties to even; 448 for larger values, 0x7F for NaN.
-inline int32_t to_e4m3(float value) {
-  const auto bits = static_cast<int32_t>(float_bits(value));
-  const int32_t magnitude = bits & 0x7FFFFFFF;
-  const int32_t normal = (magnitude - (120 << 23) + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20;  // exponent bias 127 -> 7
-  // Below 2^-6 the result is subnormal: adding 2^14 puts the last place of the sum at 2^-9, and the addition rounds.
-  const float sum = bits_float(static_cast<uint32_t>(magnitude)) + 16384.0f;
-  const int32_t subnormal = static_cast<int32_t>(float_bits(sum)) - static_cast<int32_t>(float_bits(16384.0f));
-  const int32_t is_subnormal = mask_if(magnitude < (121 << 23)), is_nan = mask_if(magnitude > 0x7F800000);
-  const int32_t rounded = std::min((subnormal & is_subnormal) | (normal & ~is_subnormal), 0x7E);
-  return (0x7F & is_nan) | ((rounded | ((bits >> 24) & 0x80)) & ~is_nan);
-}
+#include "cpu/float8_codes.h"
 
 // Plain loops over integers, which the compiler vectorises for the variant's target.
 inline float quantize_group(const float* values, float amax_min, bool ue8m0, uint8_t* codes) {

@@ -20,8 +20,19 @@ __device__ inline float float8_scale(float amax, float amax_min) {
 }
 
 // Two codes, the first in the low byte. The conversion rounds to nearest even, saturates and maps NaN to 0x7F.
-__device__ inline uint32_t float8_pair(float first, float second, float inverse) {
-  return __nv_cvt_float2_to_fp8x2({__fmul_rn(first, inverse), __fmul_rn(second, inverse)}, __NV_SATFINITE, __NV_E4M3);
+template <__nv_fp8_interpretation_t kFormat = __NV_E4M3>
+__device__ inline uint32_t float8_pair(float first, float second, float factor) {
+  return __nv_cvt_float2_to_fp8x2({__fmul_rn(first, factor), __fmul_rn(second, factor)}, __NV_SATFINITE, kFormat);
+}
+
+// The codes of values, four to a word.
+template <__nv_fp8_interpretation_t kFormat = __NV_E4M3, int kCount>
+__device__ inline void float8_codes(const float (&values)[kCount], float factor, uint32_t (&words)[kCount / 4]) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    const float* v = values + i;
+    words[i / 4] = float8_pair<kFormat>(v[0], v[1], factor) | float8_pair<kFormat>(v[2], v[3], factor) << 16;
+  }
 }
 
 // Scale of a group spread over kLanes neighbouring lanes of a warp; `values` are a lane's own. All lanes of the warp call it.
@@ -33,17 +44,6 @@ __device__ inline float float8_group_scale(const float (&values)[kCount], float 
 #pragma unroll
   for (int lanes = 1; lanes < kLanes; lanes *= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
   return float8_scale(amax, amax_min);
-}
-
-// Codes of 16 values in their order.
-__device__ inline uint4 float8_codes(const float (&values)[16], float inverse) {
-  uint32_t words[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float* v = values + 4 * i;
-    words[i] = float8_pair(v[0], v[1], inverse) | float8_pair(v[2], v[3], inverse) << 16;
-  }
-  return {words[0], words[1], words[2], words[3]};
 }
 
 // Value of a code. Exact: float16 represents every e4m3 value.

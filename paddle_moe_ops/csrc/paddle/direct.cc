@@ -83,10 +83,18 @@ DirectArgument read(PyObject* object) {
     argument.number = PyFloat_AsDouble(object);
   } else {
     DirectArgument::expect(PyList_Check(object));
-    argument.kind = DirectArgument::kIntegers;
-    for (Py_ssize_t i = 0; i < PyList_Size(object); ++i) {
-      DirectArgument::expect(PyLong_CheckExact(PyList_GetItem(object, i)));  // subclasses would run Python code
-      const long long integer = PyLong_AsLongLong(PyList_GetItem(object, i));
+    const Py_ssize_t size = PyList_Size(object);
+    const bool has_tensors = size > 0 && paddle::pybind::PyCheckTensor(PyList_GetItem(object, 0));
+    argument.kind = has_tensors ? DirectArgument::kTensors : DirectArgument::kIntegers;
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      PyObject* const item = PyList_GetItem(object, i);
+      if (has_tensors) {
+        DirectArgument::expect(paddle::pybind::PyCheckTensor(item));
+        argument.tensors.push_back(paddle::pybind::CastPyArg2Tensor(item, 0));
+        continue;
+      }
+      DirectArgument::expect(PyLong_CheckExact(item));  // subclasses would run Python code
+      const long long integer = PyLong_AsLongLong(item);
       DirectArgument::expect(integer == static_cast<int>(integer));
       argument.integers.push_back(static_cast<int>(integer));
     }

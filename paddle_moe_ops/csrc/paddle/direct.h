@@ -27,13 +27,14 @@ namespace binding {
 
 // An argument as Python passed it.
 struct DirectArgument {
-  enum Kind { kNone, kTensor, kInteger, kNumber, kIntegers };
+  enum Kind { kNone, kTensor, kInteger, kNumber, kIntegers, kTensors };
 
   Kind kind = kNone;
   paddle::Tensor tensor;
   int64_t integer = 0;  // bool too
   double number = 0.0;  // integers too
   std::vector<int> integers;
+  Tensors tensors;
 
   // The value for a parameter of an operator's function.
   template <typename Parameter>
@@ -48,6 +49,9 @@ struct DirectArgument {
     } else if constexpr (std::is_same_v<Type, std::vector<int>>) {
       expect(kind == kIntegers);
       return (integers);
+    } else if constexpr (std::is_same_v<Type, Tensors>) {
+      expect(kind == kTensors);
+      return (tensors);
     } else if constexpr (std::is_floating_point_v<Type>) {
       expect(kind == kNumber || kind == kInteger);
       return static_cast<Type>(number);

@@ -57,12 +57,14 @@ def _own(cls: type, method: str) -> object:
     return None
 
 
-def _remedy(error: Exception) -> str:
-    """The way to a missing package, as the end of a message."""
-    missing = (getattr(error, "name", None) or "").partition(".")[0]
-    if missing in ("paddlefleet", "paddlefleet_ops"):
-        return "; it is part of PaddleFleet, which is not on PyPI: https://github.com/PaddlePaddle/PaddleFleet"
-    return "; `pip install --no-deps paddleformers==1.2.0`" if missing == "paddleformers" else ""
+def _reason(error: Exception) -> str:
+    """The text of an import error, and the way to a missing package."""
+    text, missing = str(error), (getattr(error, "name", None) or "").partition(".")[0]
+    if missing in ("paddlefleet", "paddlefleet_ops") or "install paddlefleet" in text:
+        # PaddleFormers advises a package of this name, which PyPI does not have: anybody could register it.
+        text = text.partition(". Please install")[0]
+        return f"{text}; it is part of PaddleFleet, which is not on PyPI: https://github.com/PaddlePaddle/PaddleFleet"
+    return f"{text}; `pip install --no-deps paddleformers==1.2.0`" if missing == "paddleformers" else text
 
 
 def apply(names: list[str], *, skip_missing: bool) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], list[str]]:
@@ -88,7 +90,7 @@ def apply(names: list[str], *, skip_missing: bool) -> tuple[tuple[str, ...], tup
         try:
             classes = {target: target.load() for target in MODELS[name].targets}
         except (ImportError, AttributeError) as error:
-            reason = f"{error}{_remedy(error)}"
+            reason = _reason(error)
             if not skip_missing:
                 raise RuntimeError(f"apply: {name} cannot be imported from PaddleFormers: {reason}") from error
             left.append((name, f"cannot be imported: {reason}"))

@@ -17,6 +17,7 @@
 #include "pmo/grouped_float8.h"
 #include "pmo/grouped_rows.h"
 #include "pmo/matrices.h"
+#include "pmo/paddle_float8.h"
 #include "pmo/permute.h"
 #include "pmo/quantize.h"
 #include "pmo/ranks.h"
@@ -170,6 +171,9 @@ RUN_ON_CPU(gather_slots, pmo_slots_params)
 RUN_ON_CPU(grouped_clear, pmo_grouped_clear_params)
 RUN_ON_CPU(grouped_tables, pmo_grouped_tables_params)
 RUN_ON_CPU(make_row_id_map, pmo_row_id_map_params)
+RUN_ON_CPU(paddle_quantize, pmo_paddle_quantize_params)
+RUN_ON_CPU(paddle_swiglu, pmo_paddle_swiglu_params)
+RUN_ON_CPU(paddle_swiglu_backward, pmo_paddle_swiglu_backward_params)
 RUN_ON_CPU(permute, pmo_permute_params)
 RUN_ON_CPU(quantize, pmo_quantize_params)
 RUN_ON_CPU(quantize_blocks, pmo_quantize_blocks_params)

@@ -80,9 +80,10 @@ struct LoadedRows {
         }
       }
       const float scale = float8_group_scale<kRowLanes>(values, p.amax_min);
-      const uint4 packed = float8_codes(values, __frcp_rn(scale));
+      uint32_t packed[kLaneColumns / 4];
+      float8_codes(values, __frcp_rn(scale), packed);
       const int row = first_row + kPassRows * i;
-      st_shared_v4(codes + row * kFp8TileK + (chunk ^ row % 8) * 16, packed.x, packed.y, packed.z, packed.w);
+      st_shared_v4(codes + row * kFp8TileK + (chunk ^ row % 8) * 16, packed[0], packed[1], packed[2], packed[3]);
       if (chunk == 0) scales[row] = scale;
     }
   }

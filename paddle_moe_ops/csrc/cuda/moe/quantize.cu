@@ -138,7 +138,9 @@ __device__ void quantize_token(const QuantizeWork& work, int64_t token) {
     float values[kLaneColumns];
     load_columns<Rows, kVectors>(static_cast<const char*>(p.x) + token * work.x_stride, column, p.hidden, values);
     const float scale = group_scale(values, p.amax_min, p.ue8m0 != 0);
-    const uint4 codes = float8_codes(values, __frcp_rn(scale));
+    uint32_t words[kLaneColumns / 4];
+    float8_codes(values, __frcp_rn(scale), words);
+    const uint4 codes = {words[0], words[1], words[2], words[3]};
     uint32_t value = __float_as_uint(scale);
     if (p.ue8m0 != 0) {
       const int group = lane / kGroupLanes;
