@@ -154,12 +154,13 @@ def moe_mlp(
         down_bias: [E, d], dtype of ``x``, added to the second GEMM's output before it is weighted. Or a list of E
             vectors.
         compute: "fp8_1x128" to multiply float8 operands (docs/float8_layers.md): tokens, gradients and rows between the
-            GEMMs are quantised with a scale for each 128 columns, matrices in each pass with a scale for each 128 x 128
-            elements. The wgrad GEMMs have operands in the dtype of ``x``. Only for SwiGLU without biases. GPUs of
+            GEMMs are quantised with a scale for each 128 columns, matrices with a scale for each 128 x 128 elements,
+            once in a call: the codes for the backward pass, 2 bytes for each element, are kept until it has run. With
+            ``keep="x"``, and in a graph, each pass quantises the matrices that it reads. The wgrad GEMMs have operands in the dtype of ``x``. Only for SwiGLU without biases. GPUs of
             compute capability 9.0 have kernels for bfloat16 with d a multiple of 16 and n a multiple of 128. Otherwise
             quantised values are multiplied in float32, which takes longer than ``None``. It needs the compiled library.
         float8_matrices: with ``compute`` in dygraph, the store that keeps quantised matrices from one call to the next,
-            see `Float8Matrices`; None: each pass quantises those that it needs.
+            see `Float8Matrices`; None: each call quantises its matrices.
         defer_dw: True: the backward pass computes the gradients of ``x``, ``probs`` and the biases, and leaves those of
             the matrices (dW) to `flush_dw`, or to ``pop`` of Fleet's ``WeightGradStore`` if that is enabled in the
             backward pass. "fleet": to ``pop`` alone; where the store is not enabled the backward pass computes dW. All
