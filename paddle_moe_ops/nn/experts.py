@@ -69,8 +69,8 @@ class SwiGLUExperts(nn.Layer):
 
     Raises:
         TypeError: a size is not an int, or a flag is not a bool.
-        ValueError: a size below 1, or an unknown activation; ``compute`` with biases or another activation;
-            ``keep="h_fp8"`` without ``compute``.
+        ValueError: a size below 1, or an unknown activation; ``keep="h_fp8"`` without ``compute``, or with biases or
+            another activation; ``defer_dw`` with ``compute`` and these.
 
     Examples:
         >>> import paddle
@@ -99,7 +99,7 @@ class SwiGLUExperts(nn.Layer):
         self.activation = _checks.choice(_NAME, "activation", activation, ACTIVATIONS)
         _checks.flag(_NAME, "bias", bias)
         check_memory_options(_NAME, keep, workspace_mb, accumulate, compute, defer_dw)
-        check_compute(_NAME, compute, activation, bias)
+        check_compute(_NAME, compute, activation, bias, keep, defer_dw)
         self.compute = compute
         self.float8_matrices = None if compute is None else Float8Matrices()
         self.matrix_format: MatrixFormat | None = None
