@@ -15,6 +15,7 @@ from paddle import Tensor, nn
 
 from . import _checks
 from ._activations import ACTIVATIONS, activate
+from ._float8_layer import float8_rows, why_not_float8
 from ._graphs import is_graph_value, is_on_gpu, known_sizes, public, to_dtype
 from ._matrices import (
     EVEN_COLUMNS,
@@ -43,10 +44,8 @@ from .backends import (
     chosen,
     resolve,
 )
-from .backends.compiled import has_operators
 from .backends.deferred import deferral_of, detached, discard_dw, flush_dw
 from .backends.experts import holds_others, is_default
-from .backends.float8_products import float8_layer
 from .backends.layers import dequantized, quantized_layer
 from .backends.quantized import FLOAT8_FORMAT, QuantizedMatrices
 from .gemm import multiplied
@@ -217,9 +216,8 @@ def outputs_of(call: Prepared) -> Tensor:
         gate_up, down = (split(each, as_list) for each in (gate_up, down))
         gate_up_bias, down_bias = _accumulated_biases(gate_up_bias, down_bias)
     if spec.compute is not None:
-        biases, verbs = (gate_up_bias, down_bias), resolve("permute", tokens)
         factors = row_probs(weights, plan) if weights is not None and spec.weights_by_slot else weights
-        rows = float8_layer(tokens, (gate_up, down), factors, biases, call.activation, spec, verbs)
+        rows = float8_rows(tokens, (gate_up, down), factors, (gate_up_bias, down_bias), call.activation, spec)
         return _checks.of_its_shape(_NAME, resolve("unpermute", rows).unpermute(rows, None, plan))
     groups = GemmSpec(plan.tokens_per_expert, plan.expert_offsets, spec.transpose, None, spec.validation)
     of_gate_up, of_down = (None, None) if deferral is None else (deferral.of(0), deferral.of(1))
@@ -350,21 +348,13 @@ def prepared_layer(
     spec = MlpSpec(plan, by_slot, transpose, keep != "x", int(workspace_mb) << 20, accumulate, *how)
     if activation != "swiglu" or gate_up_bias is not None or down_bias is not None:
         why_composed: str | None = "only SwiGLU without biases is one layer"
-        why_not_float8 = None if compute is None else _why_not_composed_in_float8(tokens, backend.name)
+        why_refused = None if compute is None else why_not_float8(tokens, backend.name)
     else:
-        why_composed = why_not_float8 = backend.why_composed(tokens, gate_up, down, spec)
-    if compute is not None and why_not_float8 is not None:
-        _checks.bad_value(_NAME, "compute", f"None, since {why_not_float8}", repr(compute))
+        why_composed = why_refused = backend.why_composed(tokens, gate_up, down, spec)
+    if compute is not None and why_refused is not None:
+        _checks.bad_value(_NAME, "compute", f"None, since {why_refused}", repr(compute))
     operands = tokens, gate_up, down, weights, gate_up_bias, down_bias
     return Prepared(backend, operands, spec, activation, why_composed)
-
-
-def _why_not_composed_in_float8(tokens: Tensor, backend: str) -> str | None:
-    if is_graph_value(tokens):
-        return "in a graph only SwiGLU without biases multiplies float8 operands"
-    if backend != "reference" and not has_operators(tokens):
-        return "the compiled library has no operators there"
-    return None
 
 
 def prepared_quantized_layer(plan: Plan, operands: Any, by_slot: bool, options: LayerOptions) -> Prepared:

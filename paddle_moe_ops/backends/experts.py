@@ -10,7 +10,6 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from .. import _checks
 from .._graphs import dense
 from .autograd import Call, Gradients, connect, first_order_only, wants_gradient
 from .base import (
@@ -155,7 +154,8 @@ def check_unchanged(kept: Float8Matrices, function: str, gate_up: Tensor, down: 
         expected = (
             "changed by calls that a Float8Matrices notices, or cleared from it, or given to keep_float8_matrices"
         )
-        _checks.bad_value(function, "matrices with kept codes", expected, "other values than those that were quantised")
+        given = "other values than those that were quantised"
+        raise ValueError(f"{function}: matrices with kept codes must be {expected}, but got {given}")
 
 
 def replaced_by(kept: Float8Matrices, before: Any, made: Any) -> Any:

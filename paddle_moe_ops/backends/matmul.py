@@ -90,11 +90,6 @@ def _by_operator(x: Tensor, w: Tensor, weights: Tensor | None, bias: Tensor | No
     return to_dtype(rows, x.dtype)
 
 
-def add_bias(rows: Tensor, bias: Tensor, spec: GemmSpec) -> Tensor:
-    """Add [E, N] biases to float32 rows of GEMMs; rows of no group stay 0."""
-    return _multiply(rows, None, None, float32(bias), _segments(rows, bias.shape[0], spec), spec.transpose)
-
-
 class _Deferred(Call):
     """A grouped GEMM whose wgrad is deferred. Its inputs are rows and the parameters."""
 
