@@ -161,15 +161,18 @@ def check_deferrable(function: str, x: Tensor, defer_dw: bool | str, **given: Ma
         _checks.bad_value(function, "defer_dw", expected, repr(defer_dw))
 
 
-def check_compute(function: str, compute: str | None, activation: str, has_biases: bool) -> None:
-    """Check the argument ``compute`` of `moe_mlp`."""
+def check_compute(
+    function: str, compute: str | None, activation: str, has_biases: bool, keep: str, defer_dw: bool | str
+) -> None:
+    """Check the argument ``compute`` of `moe_mlp`, and options that layers with biases or other activations lack."""
     _checks.choice(function, "compute", compute, COMPUTE)
-    if compute is None:
+    if compute is None or (activation == "swiglu" and not has_biases):
         return
-    conditions = ("with biases", has_biases), (f"with the activation {activation!r}", activation != "swiglu")
-    for where, holds in conditions:
-        if holds:
-            _checks.bad_value(function, "compute", f"None {where}", repr(compute))
+    where = f"with compute and {'biases' if has_biases else f'the activation {activation!r}'}"
+    if keep == "h_fp8":
+        _checks.bad_value(function, "keep", f"'h' or 'x' {where}", repr(keep))
+    if defer_dw:
+        _checks.bad_value(function, "defer_dw", f"False {where}", repr(defer_dw))
 
 
 def check_memory_options(

@@ -115,7 +115,8 @@ def _lines_of_layer(arguments: tuple[Any, ...], options: dict[str, Any]) -> list
             *waits,
             *call.backend.explain_moe_mlp(*call.operands[:4], spec, wanted),
         ]
-    what = f"grouped_gemm, {given['activation']}, grouped_gemm and unpermute"
+    product = "grouped_gemm" if call.spec.compute is None else "quantised values multiplied in float32"
+    what = f"{product}, {given['activation']}, {product} and unpermute"
     kept = "kept: what each of these calls keeps; keep and workspace_mb make no difference"
     runs = ", ".join(f"{each} on {_backend_of(each, tokens)}" for each in ("grouped_gemm", "unpermute"))
     return [f"{_LAYER}: {what}", f"why: {call.why_composed}", f"parts: {runs}", kept, *waits]

@@ -15,6 +15,7 @@ from paddle import Tensor, nn
 
 from . import _checks
 from ._activations import ACTIVATIONS, activate
+from ._float8_layer import float8_rows, why_not_float8
 from ._graphs import is_graph_value, is_on_gpu, known_sizes, public, to_dtype
 from ._matrices import (
     EVEN_COLUMNS,
@@ -48,7 +49,7 @@ from .backends.experts import holds_others, is_default
 from .backends.layers import dequantized, quantized_layer
 from .backends.quantized import FLOAT8_FORMAT, QuantizedMatrices
 from .gemm import multiplied
-from .routing import Plan, as_plan, check_weights, tokens_of
+from .routing import Plan, as_plan, check_weights, row_probs, tokens_of
 
 __all__ = ["Float8Matrices", "discard_dw", "flush_dw", "moe_mlp"]
 
@@ -154,12 +155,15 @@ def moe_mlp(
         down_bias: [E, d], dtype of ``x``, added to the second GEMM's output before it is weighted. Or a list of E
             vectors.
         compute: "fp8_1x128" to multiply float8 operands (docs/float8_layers.md): tokens, gradients and rows between the
-            GEMMs are quantised with a scale for each 128 columns, matrices in each pass with a scale for each 128 x 128
-            elements. The wgrad GEMMs have operands in the dtype of ``x``. Only for SwiGLU without biases. GPUs of
-            compute capability 9.0 have kernels for bfloat16 with d a multiple of 16 and n a multiple of 128. Otherwise
-            quantised values are multiplied in float32, which takes longer than ``None``. It needs the compiled library.
+            GEMMs are quantised with a scale for each 128 columns, matrices with a scale for each 128 x 128 elements,
+            once in a call: the codes for the backward pass, 2 bytes for each element, are kept until it has run. With
+            ``keep="x"``, and in a graph, each pass quantises the matrices that it reads. The wgrad GEMMs have operands
+            in the dtype of ``x``. For SwiGLU without biases GPUs of compute capability 9.0 have kernels for bfloat16
+            with d a multiple of 16 and n a multiple of 128. Otherwise quantised values are multiplied in float32, which
+            takes longer than ``None``. Biases and other activations are for dygraph, with ``keep="h"`` or "x", which
+            then makes no difference, and without ``defer_dw``. It needs the compiled library.
         float8_matrices: with ``compute`` in dygraph, the store that keeps quantised matrices from one call to the next,
-            see `Float8Matrices`; None: each pass quantises those that it needs.
+            see `Float8Matrices`; None: each call quantises its matrices.
         defer_dw: True: the backward pass computes the gradients of ``x``, ``probs`` and the biases, and leaves those of
             the matrices (dW) to `flush_dw`, or to ``pop`` of Fleet's ``WeightGradStore`` if that is enabled in the
             backward pass. "fleet": to ``pop`` alone; where the store is not enabled the backward pass computes dW. All
@@ -178,11 +182,12 @@ def moe_mlp(
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong value or shape; ``accumulate`` in a static graph, or with a matrix or a
-            bias that is not a leaf or whose ``main_grad`` does not fit; ``compute`` with biases or with another
-            activation; ``keep="h_fp8"`` or ``float8_matrices`` without ``compute``, or the latter in a static graph or
-            made of other matrices; ``compute`` where the compiled library has no operators; ``accumulate``,
-            ``keep="h_fp8"`` or ``float8_matrices`` with quantised matrices; ``defer_dw`` in a static graph, with
-            quantised matrices, with a matrix that is not a leaf, or in a wrapper that reduces gradients too early.
+            bias that is not a leaf or whose ``main_grad`` does not fit; ``compute`` with biases or another activation
+            in a static graph, or with these and ``defer_dw`` or ``keep="h_fp8"``; ``keep="h_fp8"`` or
+            ``float8_matrices`` without ``compute``, or the latter in a static graph or made of other matrices;
+            ``compute`` where the compiled library has no operators; ``accumulate``, ``keep="h_fp8"`` or
+            ``float8_matrices`` with quantised matrices; ``defer_dw`` in a static graph, with quantised matrices, with a
+            matrix that is not a leaf, or in a wrapper that reduces gradients too early.
 
     Examples:
         >>> import paddle
@@ -210,6 +215,10 @@ def outputs_of(call: Prepared) -> Tensor:
         split = _accumulated_matrices if deferral is None else _split_matrices
         gate_up, down = (split(each, as_list) for each in (gate_up, down))
         gate_up_bias, down_bias = _accumulated_biases(gate_up_bias, down_bias)
+    if spec.compute is not None:
+        factors = row_probs(weights, plan) if weights is not None and spec.weights_by_slot else weights
+        rows = float8_rows(tokens, (gate_up, down), factors, (gate_up_bias, down_bias), call.activation, spec)
+        return _checks.of_its_shape(_NAME, resolve("unpermute", rows).unpermute(rows, None, plan))
     groups = GemmSpec(plan.tokens_per_expert, plan.expert_offsets, spec.transpose, None, spec.validation)
     of_gate_up, of_down = (None, None) if deferral is None else (deferral.of(0), deferral.of(1))
     hidden = multiplied(tokens, gate_up, None, gate_up_bias, groups._replace(plan=plan, deferral=of_gate_up))
@@ -339,10 +348,11 @@ def prepared_layer(
     spec = MlpSpec(plan, by_slot, transpose, keep != "x", int(workspace_mb) << 20, accumulate, *how)
     if activation != "swiglu" or gate_up_bias is not None or down_bias is not None:
         why_composed: str | None = "only SwiGLU without biases is one layer"
+        why_refused = None if compute is None else why_not_float8(tokens, backend.name)
     else:
-        why_composed = backend.why_composed(tokens, gate_up, down, spec)
-    if compute is not None and why_composed is not None:
-        _checks.bad_value(_NAME, "compute", f"None, since {why_composed}", repr(compute))
+        why_composed = why_refused = backend.why_composed(tokens, gate_up, down, spec)
+    if compute is not None and why_refused is not None:
+        _checks.bad_value(_NAME, "compute", f"None, since {why_refused}", repr(compute))
     operands = tokens, gate_up, down, weights, gate_up_bias, down_bias
     return Prepared(backend, operands, spec, activation, why_composed)
 
@@ -409,7 +419,7 @@ def _check(
     _checks.flag(_NAME, "transpose", transpose)
     check_memory_options(_NAME, keep, workspace_mb, accumulate, compute, defer_dw)
     has_biases = any(each is not None for each in biases.values())
-    check_compute(_NAME, compute, activation, has_biases)
+    check_compute(_NAME, compute, activation, has_biases, keep, defer_dw)
     plan = as_plan(_NAME, plan)
     tokens = _checks.lines(_NAME, "x", x, _checks.SUM_DTYPES, "d")
     _checks.rows(_NAME, "x", tokens, _checks.SUM_DTYPES, *tokens_of(plan), getattr(x, "shape", []))

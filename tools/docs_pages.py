@@ -22,6 +22,7 @@ import benchmarks.without_paddle  # noqa: E402, F401  before the imports below
 from benchmarks.expert_parallel import report as exchanges  # noqa: E402
 from benchmarks.kernels import report as operators  # noqa: E402
 from benchmarks.layer import report as layers  # noqa: E402
+from benchmarks.loss_curves import report as curves  # noqa: E402
 from benchmarks.pages import BUILT  # noqa: E402
 from benchmarks.scaling import report as scaling  # noqa: E402
 from benchmarks.serving import report as serving  # noqa: E402
@@ -46,6 +47,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
         ["--results", str(ROOT / "benchmarks/results"), "--out", str(path.parent)]
     ),
     "layer_performance.md": lambda path: layers.main(target=path),
+    "float8_loss_curves.md": lambda path: curves.main(target=path),
     "serving_performance.md": lambda path: serving.main(target=path),
     "expert_parallel_performance.md": lambda path: exchanges.main(target=path),
     "scaling.md": lambda path: scaling.main(target=path),

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,6 +127,12 @@ class LibraryLayer:
             for name, matrix in (("gate_up", inputs.gate_up), ("down", inputs.down)):
                 self._codes[name] = integer_codes(matrix, integers)
         self._sums = [each.float().zero_() for each in (inputs.gate_up, inputs.down)] if accumulates else None
+
+    def of(self, inputs: Any) -> LibraryLayer:
+        """Return this layer with other operands; without kept matrices and accumulation."""
+        layer = copy.copy(self)
+        layer._inputs = inputs
+        return layer
 
     def forward(self) -> tuple[torch.Tensor, Any]:
         i = self._inputs

@@ -35,6 +35,7 @@ from .base import (
 )
 from .compiled import direct
 from .experts import Float8Matrices, connect_experts
+from .float8_products import Float8Parts
 from .stacking import lay_side_by_side, shared_memory, stack_or_view, view_of
 
 __all__ = [
@@ -60,6 +61,8 @@ __all__ = [
     "connect_experts",
     "direct",
     "explain_operators",
+    "float8_parts",
+    "has_operators",
     "lay_side_by_side",
     "layer_operator",
     "register",
@@ -81,6 +84,7 @@ _chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("paddle_moe
 chosen = _chosen.get  # the backend of `use_backend` here, or None
 compiled_backend = compiled.backend
 layer_operator = compiled.moe_mlp
+has_operators = compiled.has_operators
 
 
 @functools.cache
@@ -127,6 +131,13 @@ register("reference", "paddle_moe_ops.backends.reference", automatic=())
 @functools.cache
 def _load(name: str) -> Backend:
     return importlib.import_module(_modules[name]).backend
+
+
+def float8_parts(backend: str) -> Float8Parts:
+    """The `Float8Parts` next to a backend: the oracle's, or the library's for all others."""
+    name = "backends.reference" if backend == "reference" else "backends.layers"
+    parts: Float8Parts = importlib.import_module(f"paddle_moe_ops.{name}").float8_parts
+    return parts
 
 
 def register_operators() -> None:

@@ -113,6 +113,9 @@ class QuantizeSpec(NamedTuple):
     amax_min: float
 
 
+FLOAT8_ROWS = QuantizeSpec(False, "row", 2.0**-100)  # of operands of a layer: gradients may be small
+
+
 class TopkSpec(NamedTuple):
     """The arguments of `Verbs.calculate_topk` that are not tensors."""
 

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import paddle
@@ -20,8 +20,9 @@ from .base import (
     MlpSpec,
     QuantizeSpec,
     Tensors,
+    Validation,
 )
-from .changes import changes_of, count_changes
+from .changes import Watched, changes_of, count_changes, samples_of
 from .deferred import finished, owned
 from .stacking import alias_of, destination_of_matrices, stack_or_view
 
@@ -29,15 +30,18 @@ __all__ = [
     "Float8Matrices",
     "GroupedGemm",
     "MoeMlp",
+    "check_unchanged",
     "connect_experts",
     "connected_mlp",
     "holds_others",
     "is_default",
+    "keep_by_default",
     "made_by",
     "make_default",
-    "make_watching",
     "replaced_by",
 ]
+
+_KEPT = "keeps_float8_matrices"  # an attribute of parameters
 
 
 class Float8Matrices:
@@ -46,8 +50,8 @@ class Float8Matrices:
     The first call with an empty cache quantises both matrices and stores them in the forms that its passes read. They
     occupy 2 bytes per element, or 1 if no gradient is required or Paddle's matmul multiplies. If a later call requires
     a gradient, it transposes the codes of the forward pass. Later calls and their backward passes read the
-    cache, even if the matrices have changed. So call `clear` after each step of the optimizer, and after any other
-    change of the matrices.
+    cache until the matrices change: then the next call quantises them again. `nn.keep_float8_matrices` lists the
+    changes that are noticed; call `clear` after any other one.
 
     Each layer needs its own cache, and matrices that stay in the same memory: parameters, not tensors that are cast or
     stacked for each call. Calls with other matrices raise until `clear`. A backward pass reads the matrices of its
@@ -68,14 +72,15 @@ class Float8Matrices:
         ...     moe_mlp(paddle.randn([16, 128]), plan, None, gate_up, down, **options).mean().backward()
         >>> optimizer.step()
         >>> optimizer.clear_grad()
-        >>> kept.clear()
     """
 
     def __init__(self) -> None:
         self._of: Any = None  # aliases of the matrices, which keep their memory allocated, and facts about them
         self._made: Any = None
         self._is_default = False
-        self._changes: tuple[int, ...] | None = None  # `changes_of` the matrices, if the cache watches them
+        self._changes: tuple[int, ...] | None = None  # `changes_of` the matrices
+        self._watched = Watched()
+        self._samples: list[bytes] | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -83,7 +88,7 @@ class Float8Matrices:
 
     def clear(self) -> None:
         """Empty the cache; its memory is freed when no backward pass needs it."""
-        self._of = self._made = None
+        self._of = self._made = self._samples = None
 
     def __repr__(self) -> str:
         return f"Float8Matrices({'empty' if self.is_empty else f'of {len(self._of[0])} tensors'})"
@@ -93,35 +98,43 @@ class Float8Matrices:
 
 
 def make_default(kept: Float8Matrices) -> None:
-    """Clear a layer's cache and use it by default from the next call on; see `nn.set_is_first_microbatch`."""
+    """Clear a layer's cache and use it by default from the next call on; see `nn.keep_float8_matrices`."""
     kept.clear()
-    kept._is_default, kept._changes = True, None
+    kept._is_default = True
 
 
-def make_watching(kept: Float8Matrices) -> None:
-    """`make_default`, and clear the cache whenever its matrices have changed; see `nn.keep_float8_matrices`."""
-    count_changes()
-    make_default(kept)
-    kept._changes = ()
+def keep_by_default(parameters: Iterable[Tensor]) -> None:
+    """Let layers of these parameters use their caches by default."""
+    for each in parameters:
+        setattr(each, _KEPT, True)
 
 
-def is_default(kept: Float8Matrices | None) -> bool:
-    """True if calls use the cache by default."""
-    return kept is not None and kept._is_default
+def is_default(kept: Float8Matrices | None, matrices: Matrices | None = None) -> bool:
+    """True if calls use the cache by default.
+
+    Args:
+        kept: the cache of a layer.
+        matrices: of the layer; if `keep_by_default` was called for them, the cache becomes a default one.
+    """
+    if kept is None or kept._is_default:
+        return kept is not None
+    if matrices is not None and hasattr(_listed(matrices)[0], _KEPT):
+        make_default(kept)
+    return kept._is_default
 
 
 def holds_others(kept: Float8Matrices, gate_up: Matrices, down: Matrices, transpose: bool) -> bool:
     """True if the cache contains other matrices. An empty one records these for `made_by`."""
+    count_changes()
     casts_to = paddle.amp.get_autocast_dtype() if paddle.amp.is_autocast_enabled() else None
     facts = transpose, casts_to, _facts_of(gate_up), _facts_of(down)
-    if kept._changes is not None:
-        changes = changes_of(*_listed(gate_up), *_listed(down))
-        if changes != kept._changes or (kept._of is not None and facts != kept._of[1]):
-            kept.clear()
-        kept._changes = changes
+    changes, has_moved = changes_of(*_listed(gate_up), *_listed(down)), kept._of is not None and facts != kept._of[1]
+    if kept._is_default if has_moved else changes != kept._changes:
+        kept.clear()
     if kept._made is None:
         # Aliases, because a parameter may move to other memory.
-        kept._of = [alias_of(matrix) for matrix in (*_listed(gate_up), *_listed(down))], facts
+        kept._changes, kept._of = changes, ([alias_of(each) for each in (*_listed(gate_up), *_listed(down))], facts)
+        kept._watched.watch([*_listed(gate_up), *_listed(down)])
     return facts != kept._of[1]
 
 
@@ -130,6 +143,19 @@ def made_by(kept: Float8Matrices, name: str, make: Callable[[], Any]) -> Any:
     if kept._made is None or kept._made[0] != name:
         kept._made = name, make()
     return kept._made[1]
+
+
+def check_unchanged(kept: Float8Matrices, function: str, gate_up: Tensor, down: Tensor) -> None:
+    """Raise if the matrices have changed since the first of these calls after `made_by`, unnoticed by the cache."""
+    samples = samples_of((gate_up, down))
+    if kept._samples is None:
+        kept._samples = samples
+    elif samples != kept._samples:
+        expected = (
+            "changed by calls that a Float8Matrices notices, or cleared from it, or given to keep_float8_matrices"
+        )
+        given = "other values than those that were quantised"
+        raise ValueError(f"{function}: matrices with kept codes must be {expected}, but got {given}")
 
 
 def replaced_by(kept: Float8Matrices, before: Any, made: Any) -> Any:
@@ -360,12 +386,16 @@ def connected_mlp(
         for each in given
     ]
     trains = spec.deferral is not None or wants_gradient(x, gate_up, down, weights)
+    matrices = gate_up.detach(), down.detach(), spec.transpose
     if spec.quantized is not None:
-        matrices = gate_up.detach(), down.detach(), spec.transpose, trains
-        made = made_by(spec.quantized, kernels.name, lambda: kernels.quantize_experts(*matrices))
+        made = made_by(spec.quantized, kernels.name, lambda: kernels.quantize_experts(*matrices, trains))
+        if spec.validation != Validation.OFF:
+            check_unchanged(spec.quantized, "moe_mlp", *matrices[:2])
         if trains:
             made = replaced_by(spec.quantized, made, kernels.for_both_passes(made))
         spec = spec._replace(quantized=made)
+    elif spec.compute is not None and spec.keeps_hidden and trains:
+        spec = spec._replace(quantized=kernels.quantize_experts(*matrices, True))
     if not trains:
         return kernels.moe_mlp(x, gate_up, down, weights, spec, False)[0]
     operands = x, gate_up, down, weights

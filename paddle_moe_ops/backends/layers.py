@@ -18,15 +18,16 @@ from .._graphs import GraphValue, constant, dense, float32, to_dtype, without_au
 from .._native import native
 from . import compiled
 from .accumulation import put
-from .base import Matrices, MlpSpec, Tensors, Validation
+from .base import FLOAT8_ROWS, GemmSpec, Matrices, MlpSpec, Tensors, Validation
 from .experts import connected_mlp
 from .groups import check_plan_groups
-from .quantized import FORMATS, QuantizedMatrices
+from .quantized import FLOAT8_FORMAT, FORMATS, QuantizedMatrices
 from .stacking import stack_or_view
 
 __all__ = [
     "LayerOperators",
     "dequantized",
+    "float8_parts",
     "has_layer_kernels",
     "layer_operators",
     "quantized_layer",
@@ -267,6 +268,34 @@ def _put(destinations: tuple[Any, Any], gradients: Sequence[Tensor | None]) -> l
 def quantized_matrices(matrices: Tensor) -> tuple[Tensor, ...]:
     """Float8 codes of matrices [E, A, B], and a scale for each 128 x 128 elements."""
     return compiled.direct("quantize_matrices", matrices, True, False)[:2]
+
+
+class _LibraryFloat8:
+    """`Float8Parts` of the library."""
+
+    name = "matmul"  # `LayerKernels` without kernels has the same codes
+
+    def codes_of(self, matrix: Tensor) -> Tensors:
+        return quantized_matrices(matrix)
+
+    def values(self, codes: Tensors, num_inputs: int, transpose: bool) -> Tensor:
+        matrices = QuantizedMatrices(codes[0], codes[1], FLOAT8_FORMAT, transpose)
+        return dequantized(matrices, num_inputs, paddle.float32)
+
+    def rows(self, rows: Tensor) -> Tensor:
+        codes, scales = compiled.backend.quantize_1x128(rows, FLOAT8_ROWS)
+        return compiled.backend.dequantize_1x128(codes, scales, "row", paddle.float32)
+
+    def gemm(self, rows: Tensor, matrices: Tensor, transpose: bool, spec: GemmSpec) -> Tensor:
+        groups = spec.m_sizes, spec.expert_offsets, transpose, False
+        return compiled.direct("grouped_product", rows, matrices, *groups, True, False, False)[0]
+
+    def wgrad(self, rows: Tensor, d_out: Tensor, shape: list[int], spec: GemmSpec) -> Tensor:
+        groups = spec.m_sizes, spec.expert_offsets, spec.transpose, False
+        return compiled.direct("grouped_wgrad", rows, to_dtype(d_out, rows.dtype), *groups)[0]
+
+
+float8_parts = _LibraryFloat8()
 
 
 def _operands(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec) -> tuple[Tensor, ...]:

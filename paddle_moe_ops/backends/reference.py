@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import paddle
 from numpy.typing import NDArray
 from paddle import Tensor
 
 from .. import reference
+from .._graphs import to_dtype
 from ..reference.routing import take_or_zero
 from .accumulation import put
 from .arrays import numpy_dtype, to_numpy, to_tensor
 from .base import (
+    FLOAT8_ROWS,
     GemmSpec,
     MlpSpec,
     MoePermuteSpec,
@@ -405,4 +408,32 @@ def _gemm_options(spec: GemmSpec, x: Tensor, weights: Tensor | None, bias: Tenso
     }
 
 
+class _Float8:
+    """`Float8Parts` of the oracle."""
+
+    name = "oracle"
+
+    def __init__(self, kernels: ReferenceKernels) -> None:
+        self._kernels = kernels
+
+    def codes_of(self, matrix: Tensor) -> Tensors:
+        codes = reference.quantize_128x128(to_numpy(matrix), amax_min=reference.FLOAT8_AMAX_MIN)
+        return tuple(to_tensor(each, matrix.place) for each in codes)
+
+    def values(self, codes: Tensors, num_inputs: int, transpose: bool) -> Tensor:
+        arrays = [to_numpy(each) for each in codes]
+        return to_tensor(reference.dequantize_128x128(*arrays, dtype="float32"), codes[0].place)
+
+    def rows(self, rows: Tensor) -> Tensor:
+        codes, scales = self._kernels.quantize_1x128(rows, FLOAT8_ROWS)
+        return self._kernels.dequantize_1x128(codes, scales, "row", paddle.float32)
+
+    def gemm(self, rows: Tensor, matrices: Tensor, transpose: bool, spec: GemmSpec) -> Tensor:
+        return self._kernels.grouped_gemm(rows, matrices, None, None, spec._replace(transpose=transpose))
+
+    def wgrad(self, rows: Tensor, d_out: Tensor, shape: list[int], spec: GemmSpec) -> Tensor:
+        return self._kernels.grouped_wgrad(to_dtype(d_out, rows.dtype), rows, shape, spec)
+
+
 backend = WithGradients(ReferenceKernels())
+float8_parts = _Float8(ReferenceKernels())

@@ -19,6 +19,7 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import is_sequence_p
 from paddle.incubate.distributed.models.moe import ClipGradForMOEByGlobalNorm
 
 from .. import _checks
+from ..backends.experts import keep_by_default
 from .agreement import raising_together
 from .fleet_optimizers import FleetClip, FleetOptimizer, Place, Sharding
 from .parameters import expert_group_of, fleet_guard_lifted, sharding_color
@@ -52,6 +53,9 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
     ``DygraphShardingOptimizerV2`` for parameters with ``main_grad``, without ``free_grads_in_comm``.
     ``tensor_fusion``, ``dp_comm_overlap``, ``sharding_comm_overlap``, ``cp_degree`` and ``heter_ccl_mode`` are refused.
 
+    Layers of these parameters with ``compute="fp8_1x128"`` quantise their matrices once in a step, as after
+    `nn.keep_float8_matrices`.
+
     Args:
         optimizer: one of `paddle.optimizer`, with a list of parameters, or Fleet's ``MixPrecisionOptimizer`` of one.
             Parameters marked by `mark_expert_parameters` are those of experts.
@@ -83,6 +87,7 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
     if not parameters or isinstance(parameters[0], dict):
         expected = "an optimizer of paddle.optimizer with a list of parameters"
         _checks.bad_type(_NAME, "optimizer", expected, type(optimizer).__name__)
+    keep_by_default(parameters)
     experts = [each for each in parameters if expert_group_of(each) is not None]
     if getattr(fleet.fleet, "_hcg" if experts else "_role_maker", None) is None:
         _checks.bad_value(_NAME, "Fleet", "started by fleet.init", "none")

@@ -63,14 +63,14 @@ class SwiGLUExperts(nn.Layer):
         down: weights [E, I, H].
         gate_up_bias: [E, 2*I], or None.
         down_bias: [E, H], or None.
-        float8_matrices: with ``compute``, the matrices that ``is_first_microbatch`` keeps; ``float8_matrices.clear()``
-            frees them.
+        float8_matrices: with ``compute``, the matrices that calls keep, see `keep_float8_matrices`;
+            ``float8_matrices.clear()`` frees them.
         matrix_format: None, or the format of the codes that `quantize` put in place of both weights.
 
     Raises:
         TypeError: a size is not an int, or a flag is not a bool.
-        ValueError: a size below 1, or an unknown activation; ``compute`` with biases or another activation;
-            ``keep="h_fp8"`` without ``compute``.
+        ValueError: a size below 1, or an unknown activation; ``keep="h_fp8"`` without ``compute``, or with biases or
+            another activation; ``defer_dw`` with ``compute`` and these.
 
     Examples:
         >>> import paddle
@@ -99,7 +99,7 @@ class SwiGLUExperts(nn.Layer):
         self.activation = _checks.choice(_NAME, "activation", activation, ACTIVATIONS)
         _checks.flag(_NAME, "bias", bias)
         check_memory_options(_NAME, keep, workspace_mb, accumulate, compute, defer_dw)
-        check_compute(_NAME, compute, activation, bias)
+        check_compute(_NAME, compute, activation, bias, keep, defer_dw)
         self.compute = compute
         self.float8_matrices = None if compute is None else Float8Matrices()
         self.matrix_format: MatrixFormat | None = None
@@ -247,9 +247,10 @@ class SwiGLUExperts(nn.Layer):
             combine: with a plan, whether to add up the rows of each token, as `moe_mlp` does.
             is_first_microbatch: with ``compute``, whether the matrices have changed since the last call: True quantises
                 them and keeps the codes, 2 bytes for each element, or 1 if no gradient is required; False reuses these
-                codes; None quantises the matrices in each pass and ignores kept codes, unless `set_is_first_microbatch`
-                was called. Without ``compute`` it has no effect, and a warning says so. In a static graph each pass
-                quantises the matrices, regardless of `set_is_first_microbatch`, and the argument must be None.
+                codes until a change is noticed; None quantises the matrices in each call and ignores kept codes, unless
+                `keep_float8_matrices` or `expert_parallel.distributed_optimizer` was called. Without ``compute`` it has
+                no effect, and a warning says so. In a static graph each pass quantises the matrices, and the argument
+                must be None.
 
         Returns:
             [N, H], in expert order; with ``combine`` [T, H].
@@ -474,7 +475,7 @@ def _matrices_of_call(
     name: str, kept: Float8Matrices | None, x: Tensor, gate_up: Tensor, down: Tensor, is_first_microbatch: bool | None
 ) -> Float8Matrices | None:
     """The store of a call's float8 matrices, filled or to be filled; None if the call keeps none."""
-    if kept is None or (is_first_microbatch is None and not is_default(kept)):
+    if kept is None or (not is_default(kept, gate_up) and is_first_microbatch is None):
         return None
     if is_graph_value(x):  # `set_is_first_microbatch` affects only calls in dygraph
         if is_first_microbatch is not None:
@@ -482,11 +483,10 @@ def _matrices_of_call(
         return None
     if is_first_microbatch:
         kept.clear()
-    expected = None
+    was_empty, expected = kept.is_empty, None
     if holds_others(kept, gate_up, down, False):
-        by_model = ", or set_is_first_microbatch called again," if is_first_microbatch is None else ""
-        expected = f"True{by_model} once the matrices have moved or changed their dtype"
-    elif kept.is_empty and is_first_microbatch is False:
+        expected = "True once the matrices have moved or changed their dtype"
+    elif was_empty and is_first_microbatch is False:
         expected = "True or None before anything is kept"
     if expected is not None:
         _checks.bad_value(name, "is_first_microbatch", expected, is_first_microbatch)

@@ -129,8 +129,8 @@ class MoELayer(nn.Layer):
     Raises:
         TypeError: a size is not an int, a flag is not a bool, or a factor is not a number.
         ValueError: a size out of range (see TopKRouter, SwiGLUExperts) or num_shared_experts below 0; ``compute`` with
-            biases, with another activation, or with a group whose rows come back one by one; ``keep="h_fp8"`` without
-            ``compute``.
+            a group whose rows come back one by one; ``keep="h_fp8"`` without ``compute``, or with biases or another
+            activation; ``defer_dw`` with ``compute`` and these.
 
     Examples:
         >>> import paddle

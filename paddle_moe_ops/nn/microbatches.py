@@ -9,7 +9,7 @@ from paddle import Tensor, nn
 from .. import _checks
 from .._graphs import is_on_gpu
 from ..backends import Float8Matrices
-from ..backends.experts import make_default, make_watching
+from ..backends.experts import make_default
 from ._common import warn_user
 
 _FEW_ROWS = 1024  # for each expert
@@ -18,10 +18,8 @@ _FEW_ROWS = 1024  # for each expert
 def set_is_first_microbatch(model: nn.Layer) -> int:
     """Quantise the experts' matrices of a model's layers in their next call, and keep them until this is called again.
 
-    It affects layers whose ``compute`` is ``"fp8_1x128"``, and blocks of PaddleFormers after ``apply(model,
-    compute="fp8_1x128")``, which have no argument for it. Call it at the start of each step of the optimizer, and after
-    anything else that changes parameters: calls in between use the layers' kept matrices, whatever the values of the
-    parameters, so call it before an evaluation as well. Megatron-LM has a function of this name for the layers of
+    It is `keep_float8_matrices`, for programs that call it at the start of each step of the optimizer, and after
+    changes of parameters that are not noticed. Megatron-LM has a function of this name for the layers of
     TransformerEngine.
 
     Calls with ``is_first_microbatch`` do what it says. Programs quantise matrices in each pass. A copy of a model keeps
@@ -48,30 +46,30 @@ def set_is_first_microbatch(model: nn.Layer) -> int:
         >>> optimizer.step()
         >>> optimizer.clear_grad()
     """
-    keeping = _caches_of("set_is_first_microbatch", model)
-    for each in keeping:
-        make_default(each)
-    return len(keeping)
+    return _keep("set_is_first_microbatch", model)
 
 
 def keep_float8_matrices(model: nn.Layer) -> int:
     """Quantise the experts' matrices of a model's layers once after each change, and keep them in between.
 
-    Call it once, after the model is constructed and moved to its device and dtype. It affects the layers that
-    `set_is_first_microbatch` affects, which then need neither that function nor ``is_first_microbatch``: micro-batches
-    share the codes, 2 bytes for each element, or 1 if no gradient is required. Bits are those of a model that quantises
-    in each pass.
+    Call it once for any optimizer; `expert_parallel.distributed_optimizer` does it by itself. It affects layers whose
+    ``compute`` is ``"fp8_1x128"``, and blocks of PaddleFormers after ``apply(model, compute="fp8_1x128")``. They then
+    need no ``is_first_microbatch``: micro-batches share the codes, 2 bytes for each element, or 1 if no gradient is
+    required. Bits are those of a model that quantises in each call.
 
     These changes are noticed: a step of any optimizer of Paddle or Fleet, ``set_state_dict``, ``set_value``, ``copy_``,
-    `paddle.assign`, initializers, operators in place, and a move to other memory, as by ``to`` or a gather of sharded
-    parameters. To count them, the first call wraps for the process ``paddle.optimizer.Optimizer._apply_optimize``,
-    ``set_value``, ``copy_`` and ``exponential_`` of ``paddle.Tensor``, and ``full_`` and ``assign_value_`` of
-    ``paddle._C_ops``. **Not noticed** are writes by collectives between two steps (such as
-    ``paddle.distributed.broadcast`` of a parameter), by functions whose ``out`` is a parameter, by
-    ``Tensor.get_tensor()``, through DLPack, and by operators of your own that do not declare them: call this again
-    afterwards.
+    `paddle.assign`, initializers, operators in place, a move to other memory, as by ``to`` or a gather of sharded
+    parameters, collectives on parameters or on a buffer that contains them, and ``Tensor.get_tensor().set``. To count
+    them, the first layer that keeps codes wraps for the process ``_apply_optimize`` of ``paddle.optimizer.Optimizer``,
+    methods of ``paddle.Tensor``, of Paddle's ``DenseTensor`` and ``ProcessGroup``, and ``full_`` and ``assign_value_``
+    of ``paddle._C_ops``.
 
-    A copy of a model keeps nothing until this is called for it. No host synchronisation.
+    **Not noticed** are writes by functions whose ``out`` is a parameter, through DLPack, by operators in place on a
+    flat buffer of parameters, and by operators of your own that do not declare them: call this again afterwards. On a
+    CPU, and everywhere with ``PADDLE_MOE_OPS_VALIDATE=1``, a call compares 1024 elements of each matrix with those that
+    were quantised, and raises ValueError if they differ.
+
+    A copy of a model keeps nothing until this is called for it. No host synchronisation, but for that comparison.
 
     Args:
         model: any layer.
@@ -94,14 +92,11 @@ def keep_float8_matrices(model: nn.Layer) -> int:
         >>> optimizer.step()
         >>> optimizer.clear_grad()
     """
-    keeping = _caches_of("keep_float8_matrices", model)
-    for each in keeping:
-        make_watching(each)
-    return len(keeping)
+    return _keep("keep_float8_matrices", model)
 
 
 def warn_of_codes_for_few_rows(layer: str, rows: Tensor, num_rows: int, num_experts: int) -> None:
-    """Warn if a pass on a GPU quantises all matrices for few rows, which takes longer than float8 GEMMs save.
+    """Warn if a call on a GPU quantises all matrices for few rows, which takes longer than float8 GEMMs save.
 
     Measured on an H200 (``benchmarks/results/h200-layer.jsonl``): with up to 512 rows for each expert such layers are
     slower than in bfloat16, and with kept matrices faster.
@@ -114,13 +109,16 @@ def warn_of_codes_for_few_rows(layer: str, rows: Tensor, num_rows: int, num_expe
     """
     if 0 < num_rows < _FEW_ROWS * num_experts and is_on_gpu(rows):
         warn_user(
-            f"{layer}: for {num_rows} rows of {num_experts} experts, quantising the matrices in each pass takes longer "
+            f"{layer}: for {num_rows} rows of {num_experts} experts, quantising the matrices in each call takes longer "
             "than float8 saves; call paddle_moe_ops.nn.keep_float8_matrices(model) once, which quantises them after "
             "each change"
         )
 
 
-def _caches_of(function: str, model: nn.Layer) -> list[Float8Matrices]:
+def _keep(function: str, model: nn.Layer) -> int:
     _checks.instance(function, "model", model, nn.Layer, "a paddle.nn.Layer")
     attributes = [each for layer in model.sublayers(include_self=True) for each in vars(layer).values()]
-    return [each for each in attributes if isinstance(each, Float8Matrices)]
+    keeping = [each for each in attributes if isinstance(each, Float8Matrices)]
+    for each in keeping:
+        make_default(each)
+    return len(keeping)

@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of SwiGLU experts whose GEMMs have float8 operands, with gradients.
+"""A layer of gated experts whose GEMMs have float8 operands, with gradients.
 
 Rows are quantised for each 128 columns, matrices for each 128 x 128 elements. Both GEMMs of the forward pass, and the
 dgrad GEMMs, multiply quantised values. The wgrad GEMMs have operands in the tokens' dtype, as in `mlp`. Values that a
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from .activations import activate, activation_factors
 from .arithmetic import round_float64
 from .gemm import grouped_gemm, grouped_gemm_backward
-from .mlp import MlpGradients
+from .mlp import MlpGradients, gradients_of_bias
 from .permutation import sum_rows
 from .quantization import dequantize_1x128, dequantize_128x128, quantize_1x128, quantize_128x128
 from .routing import Plan, take_or_zero
@@ -37,6 +37,9 @@ def moe_mlp_float8(
     weights: NDArray | None = None,
     *,
     transpose: bool = False,
+    activation: str = "swiglu",
+    gate_up_bias: NDArray | None = None,
+    down_bias: NDArray | None = None,
 ) -> tuple[NDArray, NDArray]:
     """Return the weighted sum of each token's expert outputs, and the first GEMM's output.
 
@@ -47,16 +50,18 @@ def moe_mlp_float8(
         down: [E, n, d], or [E, d, n].
         weights: float32 [M] by row, or None.
         transpose: whether the matrices are stored transposed.
+        activation: one of `activations.ACTIVATIONS`.
+        gate_up_bias: [E, 2n], added to the first GEMM's output in float64, or None.
+        down_bias: [E, d], added to the second GEMM's output before it is weighted, or None.
 
     Returns:
-        [T, d], and the rows before SwiGLU, [M, 2n], 0 in rows of no token.
+        [T, d], and the rows before the activation, [M, 2n], 0 in rows of no token.
     """
-    groups = _groups(plan)
-    hidden = grouped_gemm(_rows(x), _matrices(gate_up), transpose=transpose, row_to_token=plan.row_to_token, **groups)
-    hidden = round_float64(hidden, x.dtype)
-    rows = grouped_gemm(
-        _rows(activate(hidden, "swiglu")), _matrices(down), transpose=transpose, weights=weights, **groups
-    )
+    options: dict[str, Any] = {"transpose": transpose, **_groups(plan)}
+    first: dict[str, Any] = {"row_to_token": plan.row_to_token, "bias": gate_up_bias}
+    hidden = round_float64(grouped_gemm(_rows(x), _matrices(gate_up), **first, **options), x.dtype)
+    second: dict[str, Any] = {"weights": weights, "bias": down_bias}
+    rows = grouped_gemm(_rows(activate(hidden, activation)), _matrices(down), **second, **options)
     return sum_rows(round_float64(rows, x.dtype), plan.token_rows), hidden
 
 
@@ -70,6 +75,9 @@ def moe_mlp_float8_backward(
     *,
     transpose: bool = False,
     hidden_in_float8: bool = False,
+    activation: str = "swiglu",
+    gate_up_bias: NDArray | None = None,
+    down_bias: NDArray | None = None,
 ) -> MlpGradients:
     """Return the gradients of `moe_mlp_float8`, by the GEMMs that a backend runs.
 
@@ -77,23 +85,31 @@ def moe_mlp_float8_backward(
     times scales are rounded to the tokens' dtype.
     """
     groups, owners, dtype = _groups(plan), plan.row_to_token, x.dtype
-    _, hidden = moe_mlp_float8(x, plan, gate_up, down, weights, transpose=transpose)
+    options: dict[str, Any] = {"transpose": transpose, "activation": activation, "gate_up_bias": gate_up_bias}
+    _, hidden = moe_mlp_float8(x, plan, gate_up, down, weights, **options)
     if hidden_in_float8:
         hidden = dequantize_1x128(*quantize_1x128(hidden, amax_min=FLOAT8_AMAX_MIN), dtype=dtype)
-    act = activate(hidden, "swiglu").astype(np.float64)
+    act = activate(hidden, activation).astype(np.float64)
     d_scaled = grouped_gemm(_rows(d_out), _matrices(down), transpose=not transpose, row_to_token=owners, **groups)
     factors = np.where(owners >= 0, 1.0 if weights is None else weights, 0.0)[:, None]
-    to_gate, to_up = activation_factors(hidden, "swiglu")
+    to_gate, to_up = activation_factors(hidden, activation)
     d_hidden = np.concatenate([d_scaled * factors * to_gate, d_scaled * factors * to_up], axis=1)
     d_hidden = round_float64(d_hidden, dtype)
     scaled = round_float64(act * factors, dtype)
-    options: dict[str, Any] = {"transpose": transpose, **groups}
-    _, d_down = grouped_gemm_backward(take_or_zero(d_out, owners), scaled, down, **options)
-    _, d_gate_up = grouped_gemm_backward(d_hidden, take_or_zero(x, owners), gate_up, **options)
+    layout: dict[str, Any] = {"transpose": transpose, **groups}
+    d_rows_out = take_or_zero(d_out, owners)
+    _, d_down = grouped_gemm_backward(d_rows_out, scaled, down, **layout)
+    _, d_gate_up, *of_bias = grouped_gemm_backward(
+        d_hidden, take_or_zero(x, owners), gate_up, bias=gate_up_bias, **layout
+    )
     d_rows = grouped_gemm(_rows(d_hidden), _matrices(gate_up), transpose=not transpose, **groups)
     d_x = sum_rows(round_float64(d_rows, dtype), plan.token_rows)
-    d_weights = None if weights is None else round_float64((act * d_scaled).sum(axis=1), weights.dtype)
-    return MlpGradients(d_x, d_gate_up, d_down, d_weights, None, None)
+    d_weights, d_down_bias = (act * d_scaled).sum(axis=1), None
+    if down_bias is not None:
+        to_weights, d_down_bias = gradients_of_bias(d_rows_out, down_bias, factors, plan)
+        d_weights += to_weights
+    d_weights = None if weights is None else round_float64(d_weights, weights.dtype)
+    return MlpGradients(d_x, d_gate_up, d_down, d_weights, of_bias[0] if of_bias else None, d_down_bias)
 
 
 def _groups(plan: Plan) -> dict[str, Any]:

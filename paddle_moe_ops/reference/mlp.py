@@ -92,8 +92,7 @@ def moe_mlp_backward(
         d_out, down, counts, not transpose, expert_offsets=list(plan.expert_offsets), row_to_token=owners
     )
     d_scaled = d_scaled.astype(np.float64)
-    live = owners >= 0
-    factors = np.where(live, 1.0 if weights is None else weights, 0.0)[:, None]
+    factors = np.where(owners >= 0, 1.0 if weights is None else weights, 0.0)[:, None]
     d_rows = take_or_zero(d_out, owners)
     _, d_down = grouped_gemm_backward(d_rows, round_float64(act * factors, dtype), down, counts, **groups)
     to_gate, to_up = activation_factors(hidden, activation)
@@ -104,11 +103,24 @@ def moe_mlp_backward(
     )
     d_weights, d_down_bias = (act * d_scaled).sum(axis=1), None
     if down_bias is not None:
-        by_row = take_or_zero(down_bias, plan.row_to_expert).astype(np.float64)
-        d_weights += (d_rows.astype(np.float64) * by_row).sum(axis=1)
-        sums = np.zeros(down_bias.shape)
-        np.add.at(sums, plan.row_to_expert[live], (d_rows.astype(np.float64) * factors)[live])
-        d_down_bias = round_float64(sums, down_bias.dtype)
+        to_weights, d_down_bias = gradients_of_bias(d_rows, down_bias, factors, plan)
+        d_weights += to_weights
     d_weights = None if weights is None else round_float64(d_weights, weights.dtype)
     d_x = sum_rows(d_rows_of_x, plan.token_rows)
     return MlpGradients(d_x, d_gate_up, d_down, d_weights, first[0] if first else None, d_down_bias)
+
+
+def gradients_of_bias(d_rows: NDArray, bias: NDArray, factors: NDArray, plan: Plan) -> tuple[NDArray, NDArray]:
+    """Return the share of [E, d] biases, added before rows are weighted, in the weights' gradients, and their gradient.
+
+    Args:
+        d_rows: gradients of the weighted rows, [M, d].
+        bias: the biases.
+        factors: weights [M, 1], 0 in rows of no token.
+        plan: the rows.
+    """
+    wide, live = d_rows.astype(np.float64), plan.row_to_token >= 0
+    sums = np.zeros(bias.shape)
+    np.add.at(sums, plan.row_to_expert[live], (wide * factors)[live])
+    by_row = take_or_zero(bias, plan.row_to_expert).astype(np.float64)
+    return (wide * by_row).sum(axis=1), round_float64(sums, bias.dtype)

@@ -88,7 +88,7 @@ def test_the_option_of_a_model_is_changed_and_undone():
 
 
 @EACH
-def test_blocks_keep_quantised_matrices_until_they_are_told(case):
+def test_blocks_keep_quantised_matrices_until_these_change(case):
     model = build(case)
     report = pf.apply(model, compute=FLOAT8)
     block = model.model.layers[1].mlp
@@ -98,8 +98,6 @@ def test_blocks_keep_quantised_matrices_until_they_are_told(case):
         assert_same_bits(run(block), due)
     matrix = next(p for name, p in block.named_parameters() if name.startswith("experts.") and "down_proj" in name)
     matrix.set_value(2 * matrix)
-    np.testing.assert_array_equal(run(block)["output"], due["output"])
-    set_is_first_microbatch(model)
     assert np.abs(run(block)["output"] - due["output"]).max() > 0
     pf.remove(model)
     assert set_is_first_microbatch(model) == 0

@@ -22,7 +22,7 @@ LAYERS = (
     {"expert_parallel"},
     {"explaining"},
     {"mlp"},
-    {"gemm"},
+    {"gemm", "_float8_layer"},
     {
         *("_activations", "_checks", "_matrices", "_quick"),
         *("functional", "quantization", "routing"),
@@ -40,6 +40,7 @@ LAYERS = (
             "backends.changes",
             "backends.deferred",
             "backends.experts",
+            "backends.float8_products",
             "backends.gradients",
             "backends.groups",
             "backends.host_checks",

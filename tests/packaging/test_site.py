@@ -21,6 +21,7 @@ OF_ROOT = {"index.md", "zh.md", "contributing.md", "changelog.md"}  # of files i
 GENERATED = {
     "performance_gpu.md": ("# Operators on GPUs\n", "### moe_permute:bf16\n"),
     "performance_cpu.md": ("# Operators on CPUs\n", "### permute:bf16\n"),
+    "float8_loss_curves.md": ("# Loss curves in float8\n", "Losses are in nats per byte"),
     "serving_performance.md": ("# Layers with few tokens: measured\n", "\n## NVIDIA H200\n"),
     "layer_performance.md": ("# Layers of experts\n", "\n## Beside SonicMoE: NVIDIA H200\n"),
     "expert_parallel_performance.md": (

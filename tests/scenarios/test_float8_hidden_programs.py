@@ -172,16 +172,15 @@ def test_a_model_marks_its_steps_once():
         assert_bits_equal(gradients_of(model)[name], due, what=name)
 
 
-def test_experts_that_are_the_whole_model_mark_their_steps():
+def test_experts_that_are_the_whole_model_keep_their_codes():
     experts, x = SwiGLUExperts(E, H, INNER, **OPTIONS), paddle.randn([T, H])
     plan = route(paddle.zeros([T, 1], "int32"), num_experts=E)
     with paddle.no_grad():
         assert set_is_first_microbatch(experts) == 1
         before = experts(x, plan=plan, combine=True)
         experts.down.scale_(2.0)
-        assert_bits_equal(experts(x, plan=plan, combine=True), before, what="the first step")
-        assert set_is_first_microbatch(experts) == 1
-        assert_bits_equal(experts(x, plan=plan, combine=True), 2 * before, what="the second step")
+        assert not experts.float8_matrices.is_empty
+        assert_bits_equal(experts(x, plan=plan, combine=True), 2 * before, what="after a change")
 
 
 def test_checkpoints_fit_layers_that_keep_something_else():

@@ -79,16 +79,19 @@ def test_micro_batches_that_share_quantised_matrices_have_the_bits_of_those_that
         assert_bits_equal(each, twin.state_dict()[name].numpy(), what=name)
 
 
-def test_matrices_are_kept_until_the_next_first_micro_batch():
+def test_matrices_are_kept_until_they_change():
     layer, x, _ = layer_and_data(num_shared_experts=0)
+    kept = layer.experts.float8_matrices
     with paddle.no_grad():
         before = layer(x, is_first_microbatch=True)
+        codes = kept._made
+        assert_bits_equal(layer(x, is_first_microbatch=False), before.numpy(), what="kept")
+        assert kept._made is codes
         layer.experts.down.scale_(2.0)
-        kept, anew = layer(x, is_first_microbatch=False), layer(x)
-        assert_bits_equal(kept, before.numpy(), what="kept")
-        assert_bits_equal(anew, 2 * before.numpy(), what="anew")
-        assert_bits_equal(layer(x, is_first_microbatch=False), before.numpy(), what="still kept")
-        assert_bits_equal(layer(x, is_first_microbatch=True), 2 * before.numpy(), what="quantised again")
+        assert_bits_equal(layer(x), 2 * before.numpy(), what="without kept codes")
+        assert kept._made is codes
+        assert_bits_equal(layer(x, is_first_microbatch=False), 2 * before.numpy(), what="quantised again")
+        assert kept._made is not codes
 
 
 def test_a_backward_pass_takes_the_matrices_of_its_forward_pass():

@@ -6,16 +6,25 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
 import pytest
+from paddle.amp import grad_scaler
+from paddle.distributed import fleet
 from paddle.distributed.fleet.utils import recompute
+from paddle.incubate.optimizer import LookAhead, ModelAverage
 from paddle.jit.dy2static.convert_call_func import convert_call
+from paddle.utils.dlpack import from_dlpack, to_dlpack
 
+from paddle_moe_ops import Float8Matrices
 from paddle_moe_ops.backends import layers
 from paddle_moe_ops.backends.arrays import to_numpy
+from paddle_moe_ops.expert_parallel import distributed_optimizer
+from paddle_moe_ops.integrations.paddleformers.experts import Compute
 from paddle_moe_ops.nn import MoELayer, keep_float8_matrices, microbatches, set_is_first_microbatch
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
@@ -102,6 +111,50 @@ def scaled(layer, x):
     scaler.update()
 
 
+def looked_ahead(layer, x):
+    """A step after which parameters are a mean of slow and fast ones."""
+    optimizer = LookAhead(paddle.optimizer.SGD(0.05, parameters=layer.parameters()), k=1)
+    backward(layer, x)
+    optimizer.step()
+
+
+def averaged(layer, x):
+    """Parameters that are replaced by their mean over two steps."""
+    average = ModelAverage(0.5, parameters=layer.parameters(), min_average_window=1, max_average_window=9)
+    optimizer = paddle.optimizer.SGD(0.5, parameters=layer.parameters())
+    for _ in range(2):
+        backward(layer, x)
+        optimizer.step()
+        average.step()
+        layer.clear_gradients()
+    layer(x)
+    average.apply(need_restore=False)
+
+
+def flat(write):
+    """A write to a buffer that contains both parameters."""
+
+    def change(layer, x):
+        parameters = layer.experts.gate_up, layer.experts.down
+        buffer, start = paddle.concat([each.detach().flatten() for each in parameters]), 0
+        for each in parameters:
+            part = buffer._slice(start, start + each.size)
+            part.get_tensor()._set_dims(each.shape)
+            part._share_buffer_to(each)
+            start += each.size
+        with paddle.set_grad_enabled(paddle.is_grad_enabled()):
+            layer(x)
+        write(buffer)
+
+    return change
+
+
+def step_of_buffer(buffer):
+    buffer.stop_gradient = False
+    (buffer * 0.3).sum().backward()
+    paddle.optimizer.SGD(0.1, parameters=[buffer]).step()
+
+
 def moved(layer, _):
     replaced = paddle.randn(layer.experts.gate_up.shape) * 0.1
     replaced._share_buffer_to(layer.experts.gate_up)
@@ -126,9 +179,15 @@ CHANGES = {
     "minimize": minimised,
     "groups of parameters": grouped,
     "GradScaler": scaled,
+    "LookAhead": looked_ahead,
+    "ModelAverage": averaged,
+    "a step on a flat buffer": flat(step_of_buffer),
+    "a load of a flat buffer": flat(lambda buffer: buffer.set_value(buffer * 0.5)),
     "set_state_dict": loaded,
     "set_value": one_of_them(lambda to, value: to.set_value(value)),
     "set_value of an array": one_of_them(lambda to, value: to.set_value(to_numpy(value))),
+    "set_tensor": one_of_them(lambda to, value: to.set_tensor(value)),
+    "get_tensor().set": one_of_them(lambda to, value: to.get_tensor().set(to_numpy(value), paddle.CPUPlace())),
     "copy_": one_of_them(lambda to, value: to.copy_(value, True)),
     "assign": one_of_them(lambda to, value: paddle.assign(value, output=to)),
     "assign of an array": one_of_them(lambda to, value: paddle.assign(to_numpy(value), output=to)),
@@ -157,22 +216,150 @@ def test_a_change_is_noticed(change, trains):
     assert np.abs(to_numpy(made) - to_numpy(before)).max() > 0
 
 
+WRITES_UNNOTICED = {
+    "out=": lambda layer: paddle.add(layer.experts.down, paddle.ones([1]), out=layer.experts.down),
+    "DLPack": lambda layer: from_dlpack(to_dlpack(layer.experts.down)).fill_(0.5),
+    "a flat buffer in place": lambda layer: flat(lambda buffer: buffer.scale_(0.5))(layer, paddle.randn([T, H])),
+}
+
+
+@pytest.mark.parametrize("write", WRITES_UNNOTICED.values(), ids=WRITES_UNNOTICED)
+def test_a_change_that_is_not_noticed_raises_where_data_are_checked(write):
+    layer, x = new_layer(), paddle.randn([T, H])
+    keep_float8_matrices(layer)
+    with paddle.no_grad():
+        layer(x)
+        write(layer)
+        text = (
+            "moe_mlp: matrices with kept codes must be changed by calls that a Float8Matrices notices, or cleared from "
+            "it, or given to keep_float8_matrices, but got other values than those that were quantised"
+        )
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            layer(x)
+        keep_float8_matrices(layer)
+        assert_bits_equal(layer(x), exact(layer, x), what="out")
+
+
+def test_each_call_quantises_once_for_both_passes_and_keeps_nothing(quantised):
+    layer, x = new_layer(), paddle.randn([T, H])
+    for number in range(2):
+        backward(layer, x)
+        assert len(quantised) == number + 1
+    assert layer.experts.float8_matrices.is_empty
+
+
+def enabled_scaler(monkeypatch):
+    """Paddle's scaler, which is off on a CPU."""
+    place = SimpleNamespace(is_gpu_place=lambda: True)
+    monkeypatch.setattr(grad_scaler, "_dygraph_tracer", lambda: SimpleNamespace(_expected_place=place))
+    return paddle.amp.GradScaler(init_loss_scaling=8.0)
+
+
+@pytest.mark.parametrize("optimizer", [paddle.optimizer.SGD, paddle.optimizer.AdamW])
+def test_a_step_by_grad_scaler_is_noticed_once(optimizer, monkeypatch, quantised):
+    """Paddle's scaler calls the optimizer even if it finds an infinity."""
+    layer, x = new_layer(), paddle.randn([T, H])
+    keep_float8_matrices(layer)
+    optimizer, scaler = optimizer(0.05, parameters=layer.parameters()), enabled_scaler(monkeypatch)
+    for _ in range(2):
+        scaler.scale(layer(x).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.clear_grad()
+    made = layer(x)
+    assert len(quantised) == 3
+    assert_bits_equal(made, exact(layer, x), what="out")
+
+
+def test_a_layer_that_is_used_twice_in_a_step_shares_its_codes(quantised):
+    layer, x = new_layer(), paddle.randn([T, H])
+    twin = copy.deepcopy(layer)
+    keep_float8_matrices(layer)
+    for each in (layer, twin):
+        each(each(x)).square().mean().backward()
+    assert len(quantised) == 3
+    for one, another in zip(layer.parameters(), twin.parameters(), strict=True):
+        assert_bits_equal(one.grad, another.grad, what=one.name)
+
+
+def test_layers_that_share_parameters_both_notice_a_step(quantised):
+    layer, x = new_layer(), paddle.randn([T, H])
+    other = new_layer()
+    other.experts.gate_up, other.experts.down = layer.experts.gate_up, layer.experts.down
+    optimizer = paddle.optimizer.Momentum(0.05, parameters=layer.parameters())
+    for each in (layer, other):
+        keep_float8_matrices(each)
+    for _ in range(2):
+        (layer(x) + other(x)).square().mean().backward()
+        optimizer.step()
+        optimizer.clear_grad()
+    for each in (layer, other):
+        assert_bits_equal(each(x), exact(each, x), what="out")
+    assert len(quantised) == 6
+
+
+def test_two_optimizers_of_one_layer_are_both_noticed():
+    layer, x = new_layer(), paddle.randn([T, H])
+    keep_float8_matrices(layer)
+    optimizers = [
+        paddle.optimizer.AdamW(0.05, parameters=[layer.experts.gate_up]),
+        paddle.optimizer.SGD(0.05, parameters=[layer.experts.down]),
+    ]
+    for optimizer in optimizers:
+        backward(layer, x)
+        optimizer.step()
+        optimizer.clear_grad()
+        made = layer(x)
+        assert_bits_equal(made, exact(layer, x), what="out")
+
+
+@pytest.fixture
+def fleet_started():
+    fleet.init(is_collective=True)
+
+
+@pytest.mark.parametrize("with_groups", [False, True], ids=["plain", "marked for a group"])
+def test_a_distributed_optimizer_keeps_codes_from_step_to_step_without_a_word(with_groups, fleet_started, quantised):
+    group = fleet.get_hybrid_communicate_group().get_data_parallel_group() if with_groups else None
+    layer, x = new_layer(group=group, combine="reduced") if with_groups else new_layer(), paddle.randn([3, T, H])
+    optimizer = distributed_optimizer(paddle.optimizer.AdamW(0.05, parameters=layer.parameters()))
+    for step in range(2):
+        for tokens in x:
+            backward(layer, tokens)
+        optimizer.step()
+        optimizer.clear_grad()
+        assert len(quantised) == step + 1
+    assert_bits_equal(layer(x[0]), exact(layer, x[0]), what="out")
+
+
+def test_experts_of_several_linear_layers_are_kept_by_a_distributed_optimizer(fleet_started):
+    """As those of PaddleFormers' blocks."""
+    linears = [paddle.nn.Linear(H, 2 * INNER, bias_attr=False) for _ in range(2)]
+    distributed_optimizer(paddle.optimizer.SGD(parameters=[each.weight for each in linears]))
+    kept = Float8Matrices()
+    options = Compute("fp8_1x128", kept).options([each.weight for each in linears])
+    assert options == {"compute": "fp8_1x128", "float8_matrices": kept}
+    assert Compute("fp8_1x128", Float8Matrices()).options([paddle.zeros([2, 2])])["float8_matrices"] is None
+
+
 def test_micro_batches_share_codes_and_have_the_bits_of_passes_that_quantise(quantised):
     layer, parts = new_layer(), paddle.randn([4, T, H])
     other = copy.deepcopy(layer)
     keep_float8_matrices(layer)
     optimizers = [paddle.optimizer.AdamW(1e-3, parameters=each.parameters()) for each in (layer, other)]
+    counts = []
     for step in range(3):
         for each, optimizer in zip((layer, other), optimizers, strict=True):
             for x in parts:
                 backward(each, x)
             optimizer.step()
+            counts.append(len(quantised))
         for one, another in zip(layer.parameters(), other.parameters(), strict=True):
             assert_bits_equal(one.grad, another.grad, what=f"gradient in step {step}")
             assert_bits_equal(one, another, what=f"parameter after step {step}")
         for optimizer in optimizers:
             optimizer.clear_grad()
-    assert len(quantised) == 3
+    assert counts == [1, 5, 6, 10, 11, 15]
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "by hooks"])
@@ -181,11 +368,11 @@ def test_recomputation_reads_the_codes_of_the_first_pass(reentrant, quantised):
     x.stop_gradient = False
     keep_float8_matrices(layer)
     recompute(layer, x, use_reentrant=reentrant).square().mean().backward()
+    assert len(quantised) == 1
     made = x.grad.clone()
     x.clear_gradient()
     backward(copy.deepcopy(layer), x)
     assert_bits_equal(made, x.grad, what="x")
-    assert len(quantised) == 1
 
 
 def test_a_backward_pass_reads_the_matrices_of_its_forward_pass():
@@ -234,16 +421,19 @@ def test_copies_and_states_keep_nothing():
     assert not any("float8" in name for name in layer.state_dict())
 
 
-def test_microbatches_by_hand_end_the_watching(quantised):
+@pytest.mark.parametrize("by_argument", [False, True], ids=["by model", "by argument"])
+def test_micro_batches_by_hand_notice_changes_as_well(by_argument, quantised):
     layer, x = new_layer(), paddle.randn([T, H])
-    keep_float8_matrices(layer)
-    set_is_first_microbatch(layer)
-    kept = layer(x)
     with paddle.no_grad():
+        if by_argument:
+            layer(x, is_first_microbatch=True)
+        else:
+            set_is_first_microbatch(layer)
+            layer(x)
         layer.experts.down.scale_(2.0)
-    assert_bits_equal(layer(x), kept, what="out")
-    assert keep_float8_matrices(layer) == 1
-    assert_bits_equal(layer(x), exact(layer, x), what="out")
+        options = {"is_first_microbatch": False} if by_argument else {}
+        assert_bits_equal(layer(x, **options), exact(layer, x), what="out")
+    assert len(quantised) == 2
 
 
 def test_an_explicit_argument_does_what_it_says(quantised):
@@ -279,7 +469,7 @@ def test_traced_functions_still_call_what_is_counted(full_graph):
     x = paddle.randn([3])
     assert_bits_equal(paddle.jit.to_static(function, full_graph=full_graph)(x), x * 2.0 + 1.0 + 1.0, what="y")
     counted = paddle.Tensor.set_value, paddle.Tensor.copy_, paddle.optimizer.Optimizer._apply_optimize
-    counted += paddle.Tensor.exponential_, paddle._C_ops.full_, paddle._C_ops.assign_value_
+    counted += paddle.Tensor.exponential_, paddle._C_ops.full_, paddle._C_ops.assign_value_, paddle.Tensor.set_tensor
     assert all(convert_call(each) is each for each in counted)
 
 
@@ -290,14 +480,14 @@ def test_only_layers_are_taken():
 
 
 @pytest.mark.parametrize(("num_tokens", "warns"), [(5 * 1024, False), (5 * 1024 - 1, True), (0, False)])
-def test_a_layer_on_a_gpu_warns_if_it_quantises_in_each_pass_for_few_rows(num_tokens, warns, monkeypatch):
+def test_a_layer_on_a_gpu_warns_if_it_quantises_in_each_call_for_few_rows(num_tokens, warns, monkeypatch):
     monkeypatch.setattr(microbatches, "is_on_gpu", lambda tensor: True)
     layer, x = MoELayer(8, 4, 5, 1, norm_topk_prob=False, compute="fp8_1x128"), paddle.zeros([num_tokens, 8])
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         layer(x)
     expected = (
-        f"MoELayer: for {num_tokens} rows of 5 experts, quantising the matrices in each pass takes longer than float8 "
+        f"MoELayer: for {num_tokens} rows of 5 experts, quantising the matrices in each call takes longer than float8 "
         "saves; call paddle_moe_ops.nn.keep_float8_matrices(model) once, which quantises them after each change"
     )
     assert [str(each.message) for each in given] == [expected] * warns

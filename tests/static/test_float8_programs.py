@@ -248,9 +248,10 @@ def test_tracing_by_bytecode(rng, place):
     assert_near(made, run(layer, given, place))
 
 
+NOT_IN_GRAPHS = "in a graph only SwiGLU without biases multiplies float8 operands"
 BAD = {
-    "biases": ({"down_bias": True}, "None with biases, but got 'fp8_1x128'"),
-    "an activation": ({"activation": "geglu"}, "None with the activation 'geglu', but got 'fp8_1x128'"),
+    "biases": ({"down_bias": True}, f"None, since {NOT_IN_GRAPHS}, but got 'fp8_1x128'"),
+    "an activation": ({"activation": "geglu"}, f"None, since {NOT_IN_GRAPHS}, but got 'fp8_1x128'"),
     "another word": ({"compute": "fp8"}, "one of None, 'fp8_1x128', but got 'fp8'"),
 }
 

@@ -34,16 +34,20 @@ COMPUTE, KEPT = "compute_of_paddle_moe_ops", "float8_matrices"
 
 
 class Compute(NamedTuple):
-    """Arguments of `moe_mlp` for the experts of a block."""
+    """The options of `apply` for the experts of a block."""
 
     compute: str | None = None
     float8_matrices: Float8Matrices | None = None
 
+    def options(self, matrices: Any) -> dict[str, Any]:
+        """Arguments of `moe_mlp`, whose argument ``gate_up`` is given."""
+        kept = self.float8_matrices
+        return {"compute": self.compute, "float8_matrices": kept if is_default(kept, matrices) else None}
+
 
 def compute_of(block: nn.Layer) -> Compute:
     """The options of `apply` for a block."""
-    kept = vars(block).get(KEPT)
-    return Compute(vars(block).get(COMPUTE), kept if is_default(kept) else None)
+    return Compute(vars(block).get(COMPUTE), vars(block).get(KEPT))
 
 
 def run_stacked(
@@ -57,7 +61,7 @@ def run_stacked(
     weights_by: str | None = None,
 ) -> Tensor:
     """Run each token [T, H] through its experts, whose matrices are stacked, and add up the expert outputs."""
-    options: dict[str, Any] = {"weights_by": weights_by, **compute._asdict()}
+    options: dict[str, Any] = {"weights_by": weights_by, **compute.options(gate_up)}
     return moe_mlp(x, plan, weights.astype("float32"), gate_up, down, **options).astype(x.dtype)
 
 
@@ -177,7 +181,7 @@ def _run_linears(
         options: dict[str, Any] = {
             "gate_up_bias": biases["up_gate_proj"],
             "down_bias": biases["down_proj"],
-            **compute._asdict(),
+            **compute.options(given[0]),
         }
         return moe_mlp(x, plan, weights, *given, **options)
 
