@@ -20,8 +20,9 @@ namespace pmo {
 namespace cpu {
 namespace {
 
-#include "cpu/float8_codes.h"
 #include "cpu/float_bits.h"
+
+#include "cpu/float8_codes.h"
 
 constexpr int64_t kSide = kGroupColumns;
 

@@ -18,8 +18,9 @@ namespace pmo {
 namespace cpu {
 namespace {
 
-#include "cpu/float8_codes.h"
 #include "cpu/float_bits.h"
+
+#include "cpu/float8_codes.h"
 
 using Rows = BFloat16Rows;
 
