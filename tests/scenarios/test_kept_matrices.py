@@ -333,7 +333,7 @@ def test_a_distributed_optimizer_keeps_codes_from_step_to_step_without_a_word(wi
 
 
 def test_experts_of_several_linear_layers_are_kept_by_a_distributed_optimizer(fleet_started):
-    """As those of PaddleFormers' blocks."""
+    """Blocks of PaddleFormers have such experts."""
     linears = [paddle.nn.Linear(H, 2 * INNER, bias_attr=False) for _ in range(2)]
     distributed_optimizer(paddle.optimizer.SGD(parameters=[each.weight for each in linears]))
     kept = Float8Matrices()
