@@ -93,7 +93,7 @@ def host_us(prepare: Callable[[], Any], call: Callable[[Any], Any]) -> dict[str,
 def model_operations(model: str, tokens: int) -> list[Operation]:
     """Moving the rows of a layer, in bfloat16, with buffers of their size, so that nothing waits for the host."""
     paddle.seed(0)
-    _, hidden, experts, topk = MODELS[model]
+    _, hidden, experts, topk, _ = MODELS[model]
     x = paddle.randn([tokens, hidden]).astype("bfloat16")
     ids = paddle.topk(paddle.rand([tokens, experts]), topk)[1].astype("int32")
     probs = F.softmax(paddle.randn([tokens, topk]))

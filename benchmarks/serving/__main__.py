@@ -170,6 +170,9 @@ def lines(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     facts = {**gpu_facts(), "commit": arguments.commit, "date": date, "read_tbs": round(speed / 1e6, 3)}
     yield {"machine": True, **facts, **({"sglang": arguments.sglang_version} if arguments.sglang else {})}
     for model, kind, tokens in itertools.product(arguments.models, arguments.kinds, arguments.tokens):
+        _, _, experts, topk = MODELS[model]
+        if tokens * topk > KINDS[kind].rows * experts:
+            continue
         yield line_of(model, kind, tokens, timer, speed, core, files)
         torch.cuda.empty_cache()
 

@@ -18,17 +18,18 @@ MODELS = {
 
 
 class Kind(NamedTuple):
-    """A form of matrices: bits of an element, and the largest error of a result, relative to its norm."""
+    """A form of matrices: bits of an element, largest error of a result relative to its norm, largest mean of rows."""
 
     bits: int
     error: float
+    rows: float = float("inf")  # per expert, of the layers that read it as it is
 
 
 KINDS = {
     "bf16": Kind(16, 2e-2),
     "fp8_128x128": Kind(8, 8e-2),
-    "int8": Kind(8, 3e-2),
-    "int4": Kind(4, 0.4),
-    "int4_1x128": Kind(4, 0.3),
+    "int8": Kind(8, 3e-2, 64),
+    "int4": Kind(4, 0.4, 64),
+    "int4_1x128": Kind(4, 0.3, 64),
 }
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 256, 1024)
