@@ -7,6 +7,7 @@ from __future__ import annotations
 from .checkpoint import gather_state_dict, shard_state_dict
 from .deep_ep import DeepEP
 from .dispatch import ExpertParallel
+from .distributed_checkpoint import Saving, load_checkpoint, save_checkpoint
 from .fleet import distributed_optimizer
 from .loss_scaling import GradScaler
 from .moving import move_experts
@@ -24,6 +25,7 @@ __all__ = [
     "GradScaler",
     "LineTransport",
     "Received",
+    "Saving",
     "TokenTransport",
     "Transport",
     "average_gradients",
@@ -31,8 +33,10 @@ __all__ = [
     "gather_optimizer_state_dict",
     "gather_state_dict",
     "is_expert_parameter",
+    "load_checkpoint",
     "mark_expert_parameters",
     "move_experts",
+    "save_checkpoint",
     "shard_optimizer_state_dict",
     "shard_state_dict",
 ]
