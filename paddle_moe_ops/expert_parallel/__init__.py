@@ -7,7 +7,9 @@ from __future__ import annotations
 from .checkpoint import gather_state_dict, shard_state_dict
 from .deep_ep import DeepEP
 from .dispatch import ExpertParallel
+from .distributed_checkpoint import Saving, load_checkpoint, save_checkpoint
 from .fleet import distributed_optimizer
+from .group_sharded import group_sharded_parallel
 from .loss_scaling import GradScaler
 from .moving import move_experts
 from .optimizers import gather_optimizer_state_dict, shard_optimizer_state_dict
@@ -24,15 +26,19 @@ __all__ = [
     "GradScaler",
     "LineTransport",
     "Received",
+    "Saving",
     "TokenTransport",
     "Transport",
     "average_gradients",
     "distributed_optimizer",
     "gather_optimizer_state_dict",
     "gather_state_dict",
+    "group_sharded_parallel",
     "is_expert_parameter",
+    "load_checkpoint",
     "mark_expert_parameters",
     "move_experts",
+    "save_checkpoint",
     "shard_optimizer_state_dict",
     "shard_state_dict",
 ]

@@ -11,6 +11,8 @@ import paddle
 from paddle import Tensor, nn
 from paddle.distributed.communication.group import Group
 from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
+from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage2 import GroupShardedStage2
+from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
 
 from .. import _checks
 from .._graphs import filled, without_gradients
@@ -189,14 +191,14 @@ def copied(value: Tensor, destination: Destination) -> Tensor:
 
 
 def without_wrapper(function: str, layer: Any) -> nn.Layer:
-    """Return the model inside the wrapper of `paddle.DataParallel` or ``fleet.distributed_model``, if any.
+    """Return the model inside the wrapper of `paddle.DataParallel`, Fleet or `group_sharded_parallel`, if any.
 
     Raises:
         TypeError: it is not a layer; the message begins with the function's name.
     """
     _checks.instance(function, "layer", layer, nn.Layer, "a Layer")
-    while isinstance(layer, (paddle.DataParallel, MetaParallelBase)):
-        layer = layer._layers
+    while isinstance(layer, (paddle.DataParallel, MetaParallelBase, MixPrecisionLayer, GroupShardedStage2)):
+        layer = layer._layer if isinstance(layer, GroupShardedStage2) else layer._layers
     return layer
 
 

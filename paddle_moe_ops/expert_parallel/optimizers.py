@@ -9,7 +9,7 @@ These names differ between two models of one process, so a gathered state also c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from paddle import Tensor, nn
@@ -27,22 +27,26 @@ from .checkpoint import Part, agree_on_parts, copied, destination_of, gather_par
 from .parameters import groups_of_experts, is_expert_parameter
 from .placement import Placement, placement_of_parameter
 
-__all__ = ["gather_optimizer_state_dict", "shard_optimizer_state_dict", "states_of_experts"]
+__all__ = [
+    "Entry",
+    "entries_of",
+    "gather_optimizer_state_dict",
+    "is_power",
+    "shard_optimizer_state_dict",
+    "states_of_experts",
+]
 
 _MASTERS, _SCHEDULER = "master_weights", "LR_Scheduler"  # Paddle's entries that are not tensors
 _NAMES = "parameter_names"  # entry of this package
 _SHOWN_KEYS = 8
-_INSTEAD_OF_GATHERING = (
-    "; save those that Fleet's sharding spreads over ranks with paddle.distributed.save_state_dict, from "
-    "sharded_state_dict() of the model and of the optimizer"
-)
+_INSTEAD_OF_GATHERING = "; save those that Fleet's sharding spreads over ranks with save_checkpoint"
 # Suffix of a parameter's name: an accumulator's name and its number, after the master weight's if there is one.
 _ENDING = re.compile(r"_.+_\d+")
 # Adam's powers have shape [1] for parameters of any shape.
 _POWER = re.compile(r".*_pow_acc_\d+")
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """A tensor of a state.
 
     Attributes:
@@ -115,7 +119,7 @@ def gather_optimizer_state_dict(
         layer = without_wrapper(function, layer)
         source, state = "optimizer.state_dict()", _state_of(function, optimizer, _INSTEAD_OF_GATHERING)
         names = _names_in(layer)
-        entries = {each.name: each for each in _entries(function, source, state, names, layer)}
+        entries = {each.name: each for each in entries_of(function, source, state, names, names)}
         shared_by = _groups_of_experts(function, layer, everyone, group is not None)
         placements, stacked = placements_in(layer, shared_by), _stacked(function, entries.values(), layer, {})
         parts = {}
@@ -176,7 +180,7 @@ def shard_optimizer_state_dict(state: Mapping[str, Any], layer: nn.Layer, group:
     _checks.instance(function, "state", state, Mapping, "a dict, as gather_optimizer_state_dict returns it")
     layer = without_wrapper(function, layer)
     names = _names_in(layer)
-    entries = _entries(function, "state", state, state.get(_NAMES, names), layer)
+    entries = entries_of(function, "state", state, state.get(_NAMES, names), names)
     shared_by = _groups_of_experts(function, layer, everyone, group is not None)
     placements = placements_in(layer, shared_by)
     stacked = _stacked(function, entries, layer, {name: len(each.ranks) for name, each in placements.items()})
@@ -201,7 +205,7 @@ def states_of_experts(function: str, optimizer: Any, layer: nn.Layer) -> dict[st
         ValueError: it divides its states between ranks, or has a tensor of none of the layer's parameters.
     """
     state, names = _state_of(function, optimizer, ""), _names_in(layer)
-    entries = _entries(function, "optimizer.state_dict()", state, names, layer)
+    entries = entries_of(function, "optimizer.state_dict()", state, names, names)
     stacked = _stacked(function, entries, layer, {})
     found: dict[str, dict[str, tuple[Tensor, bool]]] = {}
     for each in entries:
@@ -244,9 +248,9 @@ def _names_in(layer: nn.Layer) -> dict[str, str]:
     return {name: parameter.name for name, parameter in layer.named_parameters()}
 
 
-def _entries(
-    function: str, argument: str, state: Mapping[str, Any], names: Mapping[str, str], layer: nn.Layer
-) -> list[_Entry]:
+def entries_of(
+    function: str, argument: str, state: Mapping[str, Any], names: Mapping[str, str], known: Collection[str]
+) -> list[Entry]:
     """The tensors of a state.
 
     Args:
@@ -254,19 +258,22 @@ def _entries(
         argument: their term for the state.
         state: of an optimizer.
         names: the ``.name`` that keys begin with, by the model's name for the parameter.
-        layer: the model.
+        known: the model's names for its parameters.
+
+    Raises:
+        TypeError: a value is not a tensor.
+        ValueError: a key belongs to no parameter of the model.
     """
     _checks.instance(function, f"{argument}[{_NAMES!r}]", names, Mapping, "a dict of names")
     masters = state.get(_MASTERS, {})
     _checks.instance(function, f"{argument}[{_MASTERS!r}]", masters, Mapping, "a dict of tensors")
-    known = {name for name, _ in layer.named_parameters()}
     owners = {key: name for name, key in names.items() if name in known}
     entries, unknown = [], []
     for key, value in masters.items():
         label = f"{argument}[{_MASTERS!r}][{key!r}]"
         _checks.instance(function, label, value, Tensor, "a tensor")
         if key in owners and value.name.startswith(key):
-            entries.append(_Entry(label, owners[key], value.name[len(key) :], value, True))
+            entries.append(Entry(label, owners[key], value.name[len(key) :], value, True))
         else:
             unknown.append(f"{_MASTERS}: {key}")
     for key, value in state.items():
@@ -278,7 +285,7 @@ def _entries(
             continue
         label = f"{argument}[{key!r}]"
         _checks.instance(function, label, value, Tensor, "a tensor")
-        entries.append(_Entry(label, owners[owner], key[len(owner) :], value, False))
+        entries.append(Entry(label, owners[owner], key[len(owner) :], value, False))
     if unknown:
         more = f" and {len(unknown) - _SHOWN_KEYS} more" if len(unknown) > _SHOWN_KEYS else ""
         expected = "what an optimizer keeps for parameters of the layer"
@@ -296,7 +303,12 @@ def _owner(key: str, owners: Mapping[str, str]) -> str | None:
     return None
 
 
-def _stacked(function: str, entries: Iterable[_Entry], layer: nn.Layer, num_experts: Mapping[str, int]) -> set[str]:
+def is_power(entry: Entry) -> bool:
+    """True for a power of a decay rate, which has one element for a parameter of any shape."""
+    return list(entry.value.shape) == [1] and _POWER.fullmatch(entry.ending) is not None
+
+
+def _stacked(function: str, entries: Iterable[Entry], layer: nn.Layer, num_experts: Mapping[str, int]) -> set[str]:
     """Return the names of entries with a row per expert; other entries of experts must have one element.
 
     Args:
@@ -312,8 +324,7 @@ def _stacked(function: str, entries: Iterable[_Entry], layer: nn.Layer, num_expe
             continue
         count, *others = parameters[entry.parameter].shape
         shape, whole = list(entry.value.shape), [num_experts.get(entry.parameter, count), *others]
-        is_power = shape == [1] and _POWER.fullmatch(entry.ending) is not None
-        if shape == whole and not is_power:
+        if shape == whole and not is_power(entry):
             found.add(entry.name)
         elif shape not in ([], [1]):
             expected = f"of shape {whole}, as its parameter {entry.parameter!r} of experts is, or one number"
@@ -321,7 +332,7 @@ def _stacked(function: str, entries: Iterable[_Entry], layer: nn.Layer, num_expe
     return found
 
 
-def _state(entries: Iterable[_Entry], state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+def _state(entries: Iterable[Entry], state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Return the entries as a state dict of Paddle, under the keys in ``names``, with the scheduler of ``state``."""
     made: dict[str, Any] = {}
     masters: dict[str, Tensor] = {}

@@ -11,10 +11,11 @@ import contextvars
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import paddle
 from paddle import Tensor, nn
+from paddle.distributed import fleet
 from paddle.distributed.communication.group import Group
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding_optimizer import (
     DygraphShardingOptimizer,
@@ -28,7 +29,8 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 from .. import _checks
 from .._graphs import context_manager
 from .agreement import group_of
-from .placement import Placement, placement_of, placement_of_parameter
+from .blocks import Box, Piece
+from .placement import placement_of, placement_of_parameter
 
 __all__ = [
     "are_copies_connected",
@@ -42,7 +44,9 @@ __all__ = [
     "groups_of_experts",
     "is_expert_parameter",
     "mark_expert_parameters",
+    "pieces_of",
     "replace_value",
+    "sharded_state_in_pieces",
     "sharded_state_of_experts",
     "sharding_color",
     "start_as_one",
@@ -50,8 +54,10 @@ __all__ = [
 
 _MAKER = "paddle_moe_ops.expert_parallel.distributed_optimizer"
 _STAGE_1 = f"parameters that all its ranks have; make the optimizer with {_MAKER}"
-_OTHERS = f"parameters that all its ranks have; shard a model with experts by stage 1, with {_MAKER}"
+_STAGE_2 = "parameters that all its ranks have; use paddle_moe_ops.expert_parallel.group_sharded_parallel"
+_STAGE_3 = "parameters that all its ranks have; use stage 2 of paddle_moe_ops.expert_parallel.group_sharded_parallel"
 _guards: contextvars.ContextVar[bool] = contextvars.ContextVar("paddle_moe_ops_fleet_guard", default=True)
+_in_pieces: contextvars.ContextVar[bool] = contextvars.ContextVar("paddle_moe_ops_in_pieces", default=False)
 _SHARDING_COLOR = "moe_expert"  # the usual name in programs for Fleet
 _NO_COPIES = -1
 _connected: dict[tuple[int, ...], Group] = {}  # the same on all ranks, since all connect each of them
@@ -73,8 +79,8 @@ def set_fleet_guard() -> None:
     _check_first(DygraphShardingOptimizer, lambda optimizer, *_, **__: optimizer._parameter_list, _STAGE_1)
     _check_first(DygraphShardingOptimizerV2, _without_color, _STAGE_1)
     _check_first(HybridParallelOptimizer, _without_color, _STAGE_1)  # it may clip by another norm on each rank
-    _check_first(GroupShardedOptimizerStage2, lambda params, *_, **__: params, _OTHERS)
-    _check_first(GroupShardedStage3, lambda layer, *_, **__: layer.parameters(), _OTHERS)
+    _check_first(GroupShardedOptimizerStage2, lambda params, *_, **__: params, _STAGE_2)
+    _check_first(GroupShardedStage3, lambda layer, *_, **__: layer.parameters(), _STAGE_3)
 
 
 def _without_color(optimizer: Any, *_: Any, **__: Any) -> list[Tensor]:
@@ -184,16 +190,43 @@ def copy_marks(source: nn.Layer, target: nn.Layer) -> None:
                 setattr(other, name, getattr(mine, name))
 
 
+class _Pieces(ShardedWeight):
+    """A rank's part of a tensor, which need not be one block of it."""
+
+    def __init__(self, key: str, part: Tensor, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> None:
+        super().__init__(key, part, tuple(part.shape), shape, (0,) * len(shape))
+        self.pieces = pieces
+
+
+def pieces_of(weight: ShardedWeight) -> tuple[Piece, ...]:
+    """Return the pieces of a result of `sharded_state_in_pieces`."""
+    if isinstance(weight, _Pieces):
+        return weight.pieces
+    shape = tuple(weight.local_shape)
+    return (Piece(Box((0,) * len(shape), shape), tuple(weight.global_offset)),)
+
+
+def sharded_state_in_pieces(layer: nn.Layer) -> dict[str, ShardedWeight]:
+    """Return ``layer.sharded_state_dict()`` for `pieces_of`, so experts of a rank need not be one block."""
+    token = _in_pieces.set(True)
+    try:
+        return layer.sharded_state_dict()
+    finally:
+        _in_pieces.reset(token)
+
+
 def sharded_state_of_experts(layer: nn.Layer, structured_name_prefix: str = "") -> dict[str, ShardedWeight]:
     """Return Paddle's ``sharded_state_dict()`` of a layer, with global shapes and offsets of marked parameters.
 
     Args:
-        layer: has stacked parameters of experts, [experts of this rank, ...].
+        layer: has stacked parameters of experts, [experts of this rank, ...]. If model parallel ranks split them, its
+            ``split_axes`` has for each name the axis, and the number of matrices along it that are split alike;
+            otherwise a parameter's ``split_axis`` is the axis, as in Fleet's layers.
         structured_name_prefix: begins all keys.
 
     Raises:
-        ValueError: a parameter was marked without a group; a rank has no experts, or those of a rank do not follow each
-            other.
+        ValueError: a parameter was marked without a group; a rank has no experts, or those of a rank are not one block;
+            experts are split along an unknown axis.
     """
     state: dict[str, ShardedWeight] = nn.Layer.sharded_state_dict(layer, structured_name_prefix)
     own = nn.Layer.state_dict(layer, include_sublayers=False, use_hook=False)
@@ -201,25 +234,92 @@ def sharded_state_of_experts(layer: nn.Layer, structured_name_prefix: str = "") 
         if not is_expert_parameter(parameter):
             continue
         group, key = expert_group_of(parameter), structured_name_prefix + name
-        if group is not None:
-            state[key] = _sharded_weight(key, state[key].local_tensor, placement_of_parameter(parameter, group), group)
+        model = _model_parallel_group() if parameter.is_distributed else None
+        if group is not None or model is not None:
+            axis, matrices = getattr(layer, "split_axes", {}).get(name, (getattr(parameter, "split_axis", None), 1))
+            columns = None if model is None else _columns_of(key, parameter, model, axis, matrices)
+            state[key] = _sharded_weight(key, state[key].local_tensor, parameter, group, columns)
         elif not hasattr(parameter, "expert_group_id") and paddle.distributed.get_world_size() > 1:
             expected = f"the ranks that share the experts of {key!r}"
             _checks.bad_value("sharded_state_dict", "group of mark_expert_parameters", expected, None)
     return state
 
 
-def _sharded_weight(key: str, part: Tensor, placement: Placement, group: Group) -> ShardedWeight:
-    """Return a rank's part of a tensor, which Paddle's checkpoints need as one block."""
-    if not placement.is_in_blocks:
+def _model_parallel_group() -> Group | None:
+    """Return the ranks of Fleet that split parameters with ``is_distributed``; None if there are no others."""
+    topology = getattr(fleet.fleet, "_hcg", None)
+    if topology is None or topology.get_model_parallel_world_size() == 1:
+        return None
+    group: Group = topology.get_model_parallel_group()
+    return group
+
+
+class _Columns(NamedTuple):
+    """The columns of each expert that a model parallel rank has.
+
+    Attributes:
+        axis: of the stacked parameter.
+        size: the number of columns of all ranks.
+        ranges: of each matrix the first own column, the first column in the whole expert, and the number of columns.
+    """
+
+    axis: int
+    size: int
+    ranges: list[tuple[int, int, int]]
+
+
+def _columns_of(key: str, parameter: Tensor, model: Group, axis: int | None, matrices: int) -> _Columns:
+    """Return the columns of a parameter that the model parallel ranks split."""
+    if axis is None or not 0 < axis < len(parameter.shape):
+        expected = f"an axis of an expert on {key!r}, which model parallel ranks split (is_distributed)"
+        _checks.bad_value("sharded_state_dict", "split_axis", expected, axis)
+    if matrices > 1 and not _in_pieces.get():
+        expected = f"one block on each rank for {key!r}, which has columns of {matrices} matrices; use save_checkpoint"
+        _checks.bad_value("sharded_state_dict", "experts", expected, f"experts split between ranks {model.ranks}")
+    count = parameter.shape[axis] // matrices
+    ranges = [(n * count, (n * model.nranks + model.rank) * count, count) for n in range(matrices)]
+    return _Columns(axis, parameter.shape[axis] * model.nranks, ranges)
+
+
+def _sharded_weight(
+    key: str, part: Tensor, parameter: Tensor, group: Group | None, columns: _Columns | None
+) -> ShardedWeight:
+    """Return a rank's part of a tensor, which Paddle's checkpoints need as one block.
+
+    Args:
+        key: of the tensor.
+        part: the tensor.
+        parameter: the parameter with the marks.
+        group: the ranks that share the experts; None: this rank has all.
+        columns: of each expert, if model parallel ranks split them.
+    """
+    placement = placement_of_parameter(parameter, group or Group(0, -1, [0]))
+    if not placement.is_in_blocks and not _in_pieces.get():
         expected = (
-            f"one in which each rank has experts that follow each other, for {key!r}; use gather_state_dict, or "
+            f"one in which each rank has experts that follow each other, for {key!r}; use save_checkpoint, or "
             "move_experts before you save"
         )
         _checks.bad_value("sharded_state_dict", "placement", expected, placement)
-    count, *rest = part.shape
-    offset = (placement.experts[group.rank][0], *(0 for _ in rest))
-    return ShardedWeight(key, part, (count, *rest), (len(placement.ranks), *rest), offset)
+    shape, rest = [len(placement.ranks), *part.shape[1:]], part.shape[1:]
+    pieces, first = [], 0
+    for start, end in placement.runs(group.rank if group is not None else 0):
+        box = Box((first, *(0 for _ in rest)), (end - start, *rest))
+        pieces.append(Piece(box, (start, *(0 for _ in rest))))
+        first += end - start
+    if columns is not None:
+        shape[columns.axis] = columns.size
+        pieces = [_columns_in(piece, columns.axis, *each) for piece in pieces for each in columns.ranges]
+    if _in_pieces.get():
+        return _Pieces(key, part, tuple(shape), tuple(pieces))
+    ((box, offset),) = pieces
+    return ShardedWeight(key, part, box.shape, tuple(shape), offset)
+
+
+def _columns_in(piece: Piece, axis: int, own: int, offset: int, count: int) -> Piece:
+    """Return some columns of experts."""
+    start, shape, place = (list(each) for each in (*piece.box, piece.offset))
+    start[axis], shape[axis], place[axis] = own, count, offset
+    return Piece(Box(tuple(start), tuple(shape)), tuple(place))
 
 
 def _sharded_state_of_marked(layer: nn.Layer, structured_name_prefix: str = "") -> dict[str, ShardedWeight]:

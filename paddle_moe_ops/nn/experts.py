@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import paddle
 from paddle import Tensor, nn
@@ -80,6 +80,9 @@ class SwiGLUExperts(nn.Layer):
         >>> SwiGLUExperts(8, 64, 32)(paddle.randn([16, 64]), plan=plan, combine=True).shape
         [16, 64]
     """
+
+    # The axis that model parallel ranks split, and the number of matrices along it; biases of ``down`` are not split.
+    split_axes: ClassVar = {"gate_up": (2, 2), "gate_up_bias": (1, 2), "down": (1, 1)}
 
     def __init__(
         self,

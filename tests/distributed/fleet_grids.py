@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
     mark_as_sequence_parallel_parameter,
     register_sequence_parallel_allreduce_hooks,
 )
+from paddle.optimizer.lr import LRScheduler, StepDecay
 
 from paddle_moe_ops import use_backend
 from paddle_moe_ops.expert_parallel import (
@@ -29,6 +31,8 @@ from paddle_moe_ops.expert_parallel import (
     distributed_optimizer,
     gather_state_dict,
     is_expert_parameter,
+    load_checkpoint,
+    save_checkpoint,
 )
 
 from .fleet_models import ROWS, Columns, Narrow, Split, Whole, mean_square, parts
@@ -40,7 +44,7 @@ STEPS, CLIP = 3, 0.1
 BAD_STEP = 1  # in which rank 1 has an infinity
 
 
-def batch(grid: Grid, rank: int, step: int) -> list[NDArray]:
+def batch(grid: Grid, rank: int, step: int) -> Sequence[NDArray]:
     """Inputs and targets of one rank with a loss of its own, for all micro-batches of a step."""
     rng = np.random.default_rng([rank, step])
     return [rng.standard_normal([grid.turns * ROWS, HIDDEN]).astype(np.float32) for _ in range(2)]
@@ -65,6 +69,9 @@ def optimizer_of(net: nn.Layer, grid: Grid) -> Any:
     trained = [each for each in net.parameters() if not each.stop_gradient]
     clip = None if grid.scaler else nn.ClipGradByGlobalNorm(CLIP)
     rate = 0.0003 if grid.scaler else 0.3
+    if grid.adam:  # a small epsilon would turn roundings of small gradients into differences of updates
+        rate = StepDecay(0.01, step_size=3)
+        return paddle.optimizer.AdamW(rate, parameters=trained, grad_clip=clip, epsilon=1e-2)
     if grid.kind == "narrow":
         clip = ClipGradByGlobalNorm(CLIP)  # on a CPU, Paddle's has no norm of bfloat16
         return MasterSGD(rate, parameters=trained, grad_clip=clip, multi_precision=True)
@@ -101,6 +108,7 @@ class Grid(NamedTuple):
         divides_rows: whether model parallel ranks have their own tokens.
         parts: rows of a micro-batch on each rank that divides it; alike if empty.
         no_sync: whether all but the last micro-batch are in ``no_sync()``.
+        adam: whether the optimizer is AdamW with a schedule of the learning rate.
     """
 
     degrees: dict[str, int]
@@ -118,6 +126,7 @@ class Grid(NamedTuple):
     divides_rows: bool = False
     parts: tuple[int, ...] = ()
     no_sync: bool = False
+    adam: bool = False
 
     @property
     def losses(self) -> int:
@@ -135,8 +144,33 @@ class Grid(NamedTuple):
         return self.losses * math.prod(self.degrees.get(name, 1) for name in names)
 
 
-def trained(grid: Grid) -> Any:
-    """This rank's part of the state before, the losses, and the state after."""
+class Resumed(NamedTuple):
+    """A part of a run, between checkpoints.
+
+    Attributes:
+        steps: of the run.
+        data: in place of `batch`.
+        load: the checkpoint to begin with.
+        copy: where the loaded checkpoint is saved again, or "".
+        save: where the end is saved, or "".
+        steps_while_saving: steps that follow while the end is saved.
+    """
+
+    steps: range
+    data: Callable[[Grid, int, int], Sequence[NDArray]]
+    load: str
+    copy: str = ""
+    save: str = ""
+    steps_while_saving: int = 0
+
+
+def trained(grid: Grid, part: Resumed | None = None) -> Any:
+    """This rank's part of the state before, the losses, and the state after.
+
+    Args:
+        grid: of all ranks.
+        part: of a run that was interrupted, or None.
+    """
     topology = start_fleet(grid.sharding, **grid.degrees)
     on_gloo, strategy = paddle.get_device() == "cpu", fleet.fleet._user_defined_strategy
     columns = topology.get_model_parallel_group() if "mp_degree" in grid.degrees else None
@@ -168,14 +202,33 @@ def trained(grid: Grid) -> Any:
         wrapped = mix_precision_utils.MixPrecisionOptimizer(optimizer) if grid.main_grad else optimizer
         optimizer = distributed_optimizer(wrapped)
         start, losses, scaler = state_of(net, group), [], scaler_of(grid.scaler)
-        for step in range(STEPS):
-            x, y = (paddle.to_tensor(each[share]) for each in batch(grid, data_rank(topology), step))
+
+        def one(step: int, data: Callable[[Grid, int, int], Sequence[NDArray]] = batch) -> float:
+            x, y = (paddle.to_tensor(each[share]) for each in data(grid, data_rank(topology), step))
             x.stop_gradient = False  # a rank without tokens has gradients of dense layers, too
             if scaler and (data_rank(topology), step) == (1, BAD_STEP):
                 x = x.detach() * float("inf")
-            losses.append(one_step(model, optimizer, scaler, [x, y], grid, len(rows)))
+            return one_step(model, optimizer, scaler, [x, y], grid, len(rows))
+
+        if part is not None:
+            return resumed(part, model, optimizer, one)
+        losses += [one(step) for step in range(STEPS)]
         load_master_weights(net, optimizer)
         return start, losses, state_of(net, group)
+
+
+def resumed(part: Resumed, model: Any, optimizer: Any, one: Callable[..., float]) -> list[float]:
+    """The losses of a part of a run; ``one`` trains a step on some data."""
+    load_checkpoint(part.load, model, optimizer)
+    if part.copy:
+        save_checkpoint(part.copy, model, optimizer)
+    losses = [one(step, part.data) for step in part.steps]
+    if part.save:
+        saving = save_checkpoint(part.save, model, optimizer, async_save=part.steps_while_saving > 0)
+        for step in range(part.steps_while_saving):
+            one(step, part.data)
+        saving.wait()
+    return losses
 
 
 def load_master_weights(net: nn.Layer, optimizer: Any) -> None:
@@ -191,7 +244,9 @@ def load_master_weights(net: nn.Layer, optimizer: Any) -> None:
 def one_step(model: Any, optimizer: Any, scaler: Any, data: list[Any], grid: Grid, rows: int) -> float:
     """Train on all micro-batches; the loss of this rank's tokens."""
     if "pp_degree" in grid.degrees:
-        return float(model.train_batch(data, optimizer, **({"scaler": scaler} if scaler else {})).mean())
+        loss = float(model.train_batch(data, optimizer, **({"scaler": scaler} if scaler else {})).mean())
+        next_rate(optimizer)
+        return loss
     total = 0.0
     for turn in range(grid.turns):
         x, y = (each[turn * rows : (turn + 1) * rows] for each in data)
@@ -205,7 +260,14 @@ def one_step(model: Any, optimizer: Any, scaler: Any, data: list[Any], grid: Gri
     else:
         optimizer.step()
     optimizer.clear_grad()
+    next_rate(optimizer)
     return total
+
+
+def next_rate(optimizer: Any) -> None:
+    """Continue the schedule of the learning rate, if there is one."""
+    if isinstance(optimizer._learning_rate, LRScheduler):
+        optimizer._learning_rate.step()
 
 
 def rows_of(grid: Grid, topology: Any) -> tuple[list[int], list[int]]:

@@ -13,6 +13,7 @@ from paddle import nn
 from paddle.autograd import PyLayer
 from paddle.distributed.fleet.meta_parallel import LayerDesc, SharedLayerDesc
 from paddle.distributed.fleet.utils import recompute
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import make_replicated_sharded_weight, shard_weight
 
 from paddle_moe_ops.nn import MoELayer
 
@@ -132,6 +133,12 @@ class Columns(nn.Layer):
         part = np.ascontiguousarray(np.split(weight, ranks, 1)[rank])
         self.columns = self.create_parameter(list(part.shape), default_initializer=nn.initializer.Assign(part))
         self.columns.is_distributed, self.group = ranks > 1, group
+
+    def sharded_state_dict(self, structured_name_prefix: str = "") -> dict[str, Any]:
+        name = f"{structured_name_prefix}columns"
+        if self.group is None:
+            return {name: make_replicated_sharded_weight(name, self.columns)}
+        return {name: shard_weight(name, self.columns, 1, self.group)}
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         if self.group is None:

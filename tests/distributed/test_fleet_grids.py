@@ -10,6 +10,7 @@ import pytest
 
 from .fleet_grids import Grid, assert_like_one_process, trained
 from .processes import run
+from .restarts import restarted
 
 pytestmark = [pytest.mark.long, pytest.mark.cpu_only]
 
@@ -116,6 +117,14 @@ def test_a_device_with_all_collectives_trains_as_one_process(name):
 @pytest.mark.parametrize("name", GRIDS_OF_TWO)
 def test_two_processes_train_as_one(ranks, name):
     check(name, GRIDS_OF_TWO[name], ranks(2, trained, grid=GRIDS_OF_TWO[name]))
+
+
+def test_states_that_fleet_divided_continue_in_another_grid(ranks, tmp_path):
+    """The cheapest of the restarts in test_restarts.py: parts of tensors, AdamW and a schedule of the rate."""
+    source, target = Grid({"sharding_degree": 2}, "sharding", adam=True, **DIVIDED), Grid(EXPERT, "expert", adam=True)
+    losses, tensors = restarted(ranks, tmp_path, source, target)
+    assert losses < 1e-6
+    assert tensors < 2e-7
 
 
 @pytest.mark.slow

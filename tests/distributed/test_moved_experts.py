@@ -309,7 +309,7 @@ def refused() -> list[str]:
 def test_moves_that_are_refused():
     for rank, texts in enumerate(run(refused, 2)):
         gaps = "one in which each rank has experts that follow each other, for 'first.experts.gate_up'; use "
-        gaps += "gather_state_dict, or move_experts before you save, but got [0, 1, 0, 1, 0]"
+        gaps += "save_checkpoint, or move_experts before you save, but got [0, 1, 0, 1, 0]"
         own = [
             "ValueError: move_experts: placement must be 5 ranks, one for each expert, but got 4",
             "ValueError: move_experts: placement[4] must be from 0 to 1, but got 2",

@@ -1,0 +1,151 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Sharding of stage 2 for models with expert parallelism: Paddle's for dense parameters, none for experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+from paddle import Tensor, nn
+from paddle.distributed.communication.group import Group
+from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2 import GroupShardedOptimizerStage2
+from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage2 import GroupShardedStage2
+
+from .. import _checks
+from .agreement import group_of, raising_together
+from .fleet_optimizers import FleetClip
+from .parameters import connect_copies, copies_of, is_expert_parameter
+from .training import average_gradients
+
+__all__ = ["group_sharded_parallel"]
+
+_NAME = "group_sharded_parallel"
+_LEVELS = ("os", "os_g")
+
+
+class _Optimizer(GroupShardedOptimizerStage2):
+    """Paddle's optimizer of stage 2 for dense parameters; experts are updated on each rank that has them."""
+
+    experts: list[Tensor]
+
+    def step(self) -> None:
+        """Add up the gradients of copies of experts, update this rank's parameters, and broadcast dense ones."""
+        average_gradients(self.experts)
+        super().step()
+
+
+class _Model(GroupShardedStage2):
+    """Paddle's model of stage 2, which reduces the gradients of dense parameters in the backward pass."""
+
+    def _clear_gradients(self) -> None:
+        super()._clear_gradients()
+        for each in self._sharding_optimizers[0].experts:
+            if getattr(each, "main_grad", None) is not None:
+                each.main_grad.zero_()
+            elif each.grad is not None:
+                each.clear_gradient()
+
+
+def group_sharded_parallel(
+    model: nn.Layer,
+    optimizer: Any,
+    level: str,
+    scaler: Any = None,
+    group: Any = None,
+    sync_buffers: bool = False,
+    buffer_max_size: int = 2**23,
+    dp_group: Any = None,
+) -> tuple[nn.Layer, Any, None]:
+    """Shard gradients and optimizer states of dense parameters, as ``paddle.distributed.sharding`` does.
+
+    All ranks call it. Experts are not sharded further: a rank keeps the gradients and states of its experts. ``step()``
+    adds up the gradients of copies of the same experts, as `average_gradients` does. The losses are those of one
+    process, and clipping by the global norm counts each expert once. The ranks of ``group`` and ``dp_group`` are all
+    ranks. Paddle needs a GPU or a custom device. `save_checkpoint` and `load_checkpoint` accept both results.
+
+    Args:
+        model: has layers of experts on any ranks, see `mark_expert_parameters`.
+        optimizer: of `paddle.optimizer`, with a list of parameters, or Fleet's ``MixPrecisionOptimizer`` of one.
+        level: "os" or "os_g", which are the same in Paddle: stage 2. "p_g_os" (stage 3) is refused.
+        scaler: must be None.
+        group: the ranks that share gradients and states; None: all ranks.
+        sync_buffers: see Paddle.
+        buffer_max_size: see Paddle.
+        dp_group: the ranks with the same part of the states, or None.
+
+    Returns:
+        the model and the optimizer that take the place of both, and None.
+
+    Raises:
+        TypeError: the model is not a layer, or the optimizer has no list of parameters.
+        ValueError: another level; a scaler; groups that are not all ranks.
+        RuntimeError: another rank raised one of these.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_moe_ops.expert_parallel import group_sharded_parallel
+        >>> from paddle_moe_ops.nn import MoELayer
+        >>> model = MoELayer(64, 32, num_experts=8, topk=2)  # with ranks: group=group
+        >>> optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+        >>> # with ranks: model, optimizer, _ = group_sharded_parallel(model, optimizer, "os_g")
+    """
+    everyone = group_of(_NAME, None)
+    with raising_together(_NAME, everyone):
+        _checks.instance(_NAME, "model", model, nn.Layer, "a Layer")
+        parameters = getattr(optimizer, "_parameter_list", None)
+        if not parameters or isinstance(parameters[0], dict):
+            expected = "an optimizer of paddle.optimizer with a list of parameters"
+            _checks.bad_type(_NAME, "optimizer", expected, type(optimizer).__name__)
+        if level not in _LEVELS:
+            _checks.bad_value(_NAME, "level", f"one of {_LEVELS} for experts on several ranks", repr(level))
+        if scaler is not None:
+            _checks.bad_value(_NAME, "scaler", "None", type(scaler).__name__)
+        sharing = group_of(_NAME, group)
+        count = sharing.nranks * (1 if dp_group is None else group_of(_NAME, dp_group).nranks)
+        if count != everyone.nranks or count == 1:
+            given = f"groups of {count} of {everyone.nranks} ranks"
+            _checks.bad_value(_NAME, "group and dp_group", "all ranks together, at least two", given)
+    experts = [each for each in parameters if is_expert_parameter(each)]
+    names = {each.name: name for name, each in model.named_parameters()}
+    connect_copies(_NAME, {f"parameter {names.get(each.name, each.name)!r}": each for each in experts}, everyone)
+    innermost = optimizer
+    while "_inner_opt" in vars(innermost):
+        innermost = innermost._inner_opt
+    clip, innermost._grad_clip = innermost._grad_clip, None  # Paddle's would count experts of one rank
+    with paddle.no_grad():
+        for each in experts:
+            copies = copies_of(each, everyone)
+            if copies is not None:
+                paddle.distributed.broadcast(each, src=copies.ranks[0], group=copies)
+    names_of_experts = {each.name for each in experts}
+    dense = [each for each in parameters if each.name not in names_of_experts]
+    device = paddle.get_device().partition(":")[0]
+    sharded = _Optimizer(params=dense, optim=optimizer, group=sharing, dp_group=dp_group, device=device)
+    sharded.experts = experts
+    if isinstance(clip, nn.ClipGradByGlobalNorm):
+        innermost._grad_clip = FleetClip(clip.clip_norm, _counted(sharded, dp_group, everyone))
+    else:
+        innermost._grad_clip = clip
+    made = _Model(
+        model,
+        sharded,
+        group=sharing,
+        sync_buffers=sync_buffers,
+        buffer_max_size=buffer_max_size,
+        dp_group=dp_group,
+        device=device,
+    )
+    return made, sharded, None
+
+
+def _counted(optimizer: _Optimizer, dp_group: Any, everyone: Group) -> frozenset[str]:
+    """Return the names of the parameters that this rank counts in the norm of gradients."""
+    found = {each.name for each in optimizer.experts if _is_first(copies_of(each, everyone))}
+    if dp_group is None or _is_first(dp_group):
+        found |= {name for name, rank in optimizer.param2rank.items() if rank == optimizer._rank}
+    return frozenset(found)
+
+
+def _is_first(group: Group | None) -> bool:
+    return group is None or group.ranks[0] == paddle.distributed.get_rank()

@@ -1,0 +1,203 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Sharding of stage 2 with experts on several ranks trains as one process does, and continues from checkpoints.
+
+Paddle's class knows GPUs alone. On a CPU its buffers stay where they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+from paddle import nn
+from paddle.base import core
+from paddle.distributed.fleet.meta_parallel.sharding import (
+    group_sharded_optimizer_stage2,
+    group_sharded_stage2,
+    group_sharded_storage,
+)
+
+from paddle_moe_ops.expert_parallel import group_sharded_parallel, load_checkpoint, save_checkpoint
+
+from .fleet_models import ROWS, Whole, mean_square, parts
+from .fleets import code_of_guide
+from .processes import run
+from .restarts import assert_equal, contents
+from .test_expert_parallel_errors import caught
+from .test_expert_parallel_layer import HIDDEN
+
+pytestmark = pytest.mark.cpu_only
+
+FIRST, THEN, TURNS, CLIP = range(2), range(2, 4), 2, 0.1
+
+
+@contextlib.contextmanager
+def stage_2_on_a_cpu() -> Iterator[None]:
+    """Let Paddle's class take memory of the host for that of a GPU."""
+    devices = types.SimpleNamespace(
+        is_compiled_with_cuda=lambda: True, get_all_custom_device_type=core.get_all_custom_device_type
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group_sharded_optimizer_stage2, "core", devices)
+        patch.setattr(group_sharded_storage, "cvt_to_device", lambda buffer, *_: buffer)
+        for module in (group_sharded_optimizer_stage2, group_sharded_stage2, group_sharded_storage):
+            patch.setattr(module, "device_guard", lambda *_: contextlib.nullcontext())
+        patch.setattr(paddle, "get_device", lambda: "gpu:0")
+        patch.setattr(paddle.Tensor, "cpu", lambda tensor: tensor.clone())  # whose memory is freed
+        yield
+
+
+def optimizer_of(net: nn.Layer) -> Any:
+    clip = nn.ClipGradByGlobalNorm(CLIP)
+    return paddle.optimizer.AdamW(0.02, parameters=net.parameters(), grad_clip=clip, epsilon=1e-2)
+
+
+def data_of(step: int, ranks: int, rank: int, turn: int) -> Any:
+    rows = np.random.default_rng(step).standard_normal([2, ranks, TURNS, ROWS, HIDDEN]).astype(np.float32)
+    return (paddle.to_tensor(each) for each in rows[:, rank, turn])
+
+
+def alone(steps: range, ranks: int, load: str = "", save: str = "") -> list[float]:
+    """The losses in one process that has the batches of all ranks."""
+    paddle.seed(3)
+    net = Whole(parts(None))
+    optimizer, losses = optimizer_of(net), []
+    if load:
+        load_checkpoint(load, net, optimizer)
+    for step in steps:
+        losses.append(0.0)
+        for rank in range(ranks):
+            for turn in range(TURNS):
+                x, y = data_of(step, ranks, rank, turn)
+                loss = mean_square(net(x), y) / (ranks * TURNS)
+                loss.backward()
+                losses[-1] += float(loss)
+        optimizer.step()
+        optimizer.clear_grad()
+    save_checkpoint(save, net, optimizer)
+    return losses
+
+
+def new_groups(pairs: list[list[int]]) -> Any:
+    """The one of these groups that has this rank; all ranks if there are none."""
+    groups = []
+    for ranks in pairs:
+        groups.append(dist.new_group(ranks))
+        dist.barrier()
+    return next((each for each in groups if dist.get_rank() in each.ranks), dist.get_group(0))
+
+
+def sharded(
+    steps: range, load: str, save: str, copy: str = "", experts: Any = (), group: Any = (), dp_group: Any = ()
+) -> tuple[list[float], int]:
+    """The losses of all ranks, and the number of dense parameters whose states this rank has.
+
+    Args:
+        steps: of the run.
+        load: the checkpoint to begin with.
+        save: the checkpoint at the end.
+        copy: where the first one is saved again, or "".
+        experts: the groups that share experts; one of all ranks if empty.
+        group: the groups that share states, likewise.
+        dp_group: the groups with copies of these, or none.
+    """
+    ranks, rank, losses = dist.get_world_size(), dist.get_rank(), []
+    paddle.seed(5 + rank)
+    net = Whole(parts(new_groups(experts)))
+    with stage_2_on_a_cpu():
+        copies = new_groups(dp_group) if dp_group else None
+        model, optimizer, _ = group_sharded_parallel(
+            net, optimizer_of(net), "os_g", group=new_groups(group), dp_group=copies
+        )
+        load_checkpoint(load, model, optimizer)
+        if copy:
+            save_checkpoint(copy, model, optimizer)
+        for step in steps:
+            losses.append(0.0)
+            for turn in range(TURNS):
+                x, y = data_of(step, ranks, rank, turn)
+                loss = mean_square(model(x), y) / TURNS
+                loss.backward()
+                losses[-1] += float(loss)
+            optimizer.step()
+            optimizer.clear_grad()
+        save_checkpoint(save, model, optimizer)
+        own = [key for key in optimizer.state_dict() if "moment1" in key and "experts" not in key]
+    return losses, len(own)
+
+
+def check(tmp_path: Any, ranks: int, **groups: Any) -> None:
+    """Compare two parts of a run, of which each continues a checkpoint, with one process."""
+    paths = {name: str(tmp_path / name) for name in ("first", "half", "whole", "saved", "copied", "last", "end")}
+    alone(range(0), ranks, save=paths["first"])
+    expected = alone(range(THEN.stop), ranks, load=paths["first"], save=paths["whole"])
+    got = run(sharded, ranks, steps=FIRST, load=paths["first"], save=paths["saved"], **groups)
+    again = run(sharded, ranks, steps=THEN, load=paths["saved"], copy=paths["copied"], save=paths["last"], **groups)
+    losses = np.mean([each for each, _ in got], 0).tolist() + np.mean([each for each, _ in again], 0).tolist()
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    assert_equal(contents(paths["copied"]), contents(paths["saved"]))
+    wanted = contents(paths["whole"])
+    for path in ("last", "end"):
+        if path == "end":  # the first part continues in one process, too
+            alone(THEN, ranks, load=paths["saved"], save=paths["end"])
+        found = contents(paths[path])
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-6, atol=3e-7, err_msg=name)
+    start = contents(paths["first"])
+    assert all(np.abs(wanted[name] - start[name]).max() > 1e-3 for name in start if "experts" in name)
+
+
+def test_two_ranks_train_as_one_process(tmp_path):
+    check(tmp_path, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_copies", [False, True])
+def test_copies_of_experts_and_of_states(has_copies, tmp_path):
+    pairs, others = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+    groups = {"experts": pairs, "group": others, "dp_group": pairs} if has_copies else {"experts": pairs}
+    check(tmp_path, 4, **groups)
+
+
+def refused() -> list[str]:
+    net, pair = Whole(parts(dist.get_group(0))), dist.get_group(0)
+    optimizer, name = optimizer_of(net), group_sharded_parallel
+    return [
+        caught(lambda: name(optimizer, optimizer, "os")),
+        caught(lambda: name(net, net, "os")),
+        caught(lambda: name(net, optimizer, "p_g_os")),
+        caught(lambda: name(net, optimizer, "os", paddle.amp.GradScaler())),
+        caught(lambda: name(net, optimizer, "os", dp_group=pair)),
+    ]
+
+
+def of_the_guide() -> list[str]:
+    with stage_2_on_a_cpu():
+        return code_of_guide("Stage 2")
+
+
+def test_the_guides_program_runs():
+    for names in run(of_the_guide, 2):
+        assert "optimizer" in names
+
+
+def test_arguments_are_named():
+    name = "group_sharded_parallel"
+    for texts in run(refused, 2):
+        assert texts == [
+            f"TypeError: {name}: model must be a Layer, but got AdamW",
+            f"TypeError: {name}: optimizer must be an optimizer of paddle.optimizer with a list of parameters, but got "
+            "Whole",
+            f"ValueError: {name}: level must be one of ('os', 'os_g') for experts on several ranks, but got 'p_g_os'",
+            f"ValueError: {name}: scaler must be None, but got GradScaler",
+            f"ValueError: {name}: group and dp_group must be all ranks together, at least two, but got groups of 4 of "
+            "2 ranks",
+        ]
