@@ -57,9 +57,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         out.add("compiled_only")
     if config.getoption("--gpus") < 2:
         out.add("two_gpus")
-    left_out = [item for item in items if out.intersection(mark.name for mark in item.iter_markers())]
+    left, left_out = [], []
+    for item in items:
+        (left if out.isdisjoint(mark.name for mark in item.iter_markers()) else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
-    left = [item for item in items if item not in left_out]
     # Files that take long come first: one that begins last has a worker to itself while the others wait.
     items[:] = sorted(left, key=lambda item: item.get_closest_marker("long") is None)
 
