@@ -26,6 +26,12 @@ def module(name):
         sys.path.remove(str(TOOL))
 
 
+@pytest.fixture(autouse=True)
+def no_plugins(monkeypatch):
+    """Plugins of this environment are not imported by the pytest that the tool starts, which takes a second."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
 AREAS, LEFT_OUT = module("areas").AREAS, module("areas").LEFT_OUT
 
 
