@@ -107,13 +107,23 @@ def test_deferred_gradients_of_matrices_are_left_to_the_checked_call(answers, rn
     discard_dw()
 
 
-@pytest.mark.parametrize(("options", "mib"), [({}, 1024), ({"workspace_mb": 3}, 3)], ids=str)
-def test_a_call_with_gradients_has_the_workspace_in_bytes(options, mib, monkeypatch, rng, place):
+@pytest.mark.parametrize(
+    ("options", "keeps_hidden", "mib"), [({}, True, 1024), ({"keep": "x", "workspace_mb": 3}, False, 3)], ids=str
+)
+def test_a_call_with_gradients_gives_the_operator_its_options(options, keeps_hidden, mib, monkeypatch, rng, place):
     given = []
     monkeypatch.setattr(_quick, "layer_operator", lambda *operands, **named: given.append(named) or operands[0])
     layer = Layer(rng, ODD, BF16, form="by slot", sizes=(24, 16))
     layer.call(layer.leaves(place), place, **options)
-    assert [each["workspace"] for each in given] == [mib << 20]
+    expected = {"transpose": False, "by_slot": True, "keeps_hidden": keeps_hidden, "workspace": mib << 20}
+    assert given == [{**expected, "in_place": True}]
+
+
+@pytest.mark.parametrize("name", ["activation", "keep"])
+def test_an_array_as_a_name_is_left_to_the_checks(name, rng, place):
+    layer = Layer(rng, ODD, BF16, form="by slot", sizes=(24, 16))
+    with pytest.raises(ValueError, match=f"^moe_mlp: {name} must be one of "):
+        layer.call(layer.leaves(place), place, **{name: np.array(["swiglu", "h"])})
 
 
 @pytest.mark.parametrize(
