@@ -131,6 +131,12 @@ EQUIVALENT = (
         "other ranks read that this one raised, and no further",
     ),
     (
+        r"expert_parallel/dispatch\.py",
+        "and, or",
+        r"name = given if isinstance\(given, str\)",
+        "a transport that is replaced, or that peers do not use",
+    ),
+    (
         r"expert_parallel/symmetric_buffers\.py",
         "method dropped|statement dropped",
         r"^        (flags\.arrived|self\.state)\b.*(zero_|tolist)\(\)",
