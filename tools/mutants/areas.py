@@ -198,6 +198,14 @@ AREAS = {
             *_tests("scenarios", "messages"),
         ),
     ),
+    "float8_layer": Area(
+        ("paddle_moe_ops/_float8_layer.py",),
+        (
+            *_tests("ops", "float8_activations", "float8_mlp", "float8_hidden", "biases", "explain_layer"),
+            *_tests("static", "float8_programs"),
+            *_tests("scenarios", "float8_programs", "float8_graphs", "messages"),
+        ),
+    ),
     "triton_layer": Area(
         tuple(f"paddle_moe_ops/triton/{name}.py" for name in ("gemm/types", "gemm/gather_heuristic", "gemm/mlp")),
         (
