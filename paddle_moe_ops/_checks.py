@@ -272,7 +272,8 @@ def flag(function: str, argument: str, value: Any) -> bool:
 
 def choice(function: str, argument: str, value: Any, choices: Sequence[str | None]) -> Any:
     """Check one of a few values."""
-    if value not in choices:
+    is_name = value is None or isinstance(value, str)  # the comparison of an array with a string may be no bool
+    if not is_name or value not in choices:
         bad_value(function, argument, f"one of {', '.join(map(repr, choices))}", repr(value))
     return value
 

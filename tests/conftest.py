@@ -7,14 +7,20 @@ Nothing here imports Paddle before a test asks for a device: the tests of the co
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import os
+import sys
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+
+TESTS = Path(__file__).resolve().parent
 
 # Nothing is judged by the clock: a machine may be slow, or busy with something else.
 settings.register_profile("local", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
@@ -42,6 +48,18 @@ def pytest_configure(config: pytest.Config) -> None:
     # Triton reads this once, when the first module of kernels is imported, which may be while tests are collected.
     if config.getoption("--core-device") == config.getoption("--device") == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
+    if (worker := getattr(config, "workerinput", None)) is not None and not sys.dont_write_bytecode:
+        import_part(config.args, int(worker["workerid"].removeprefix("gw")), worker["workercount"])
+
+
+def import_part(arguments: list[str], number: int, workers: int) -> None:
+    """Import one of ``workers`` parts of the test modules: their bytecode is written once, and not by each worker."""
+    roots = [Path(argument.partition("::")[0]).resolve() for argument in arguments]
+    paths = sorted({path for root in roots for path in (root.rglob("test_*.py") if root.is_dir() else [root])})
+    for path in paths[number::workers]:
+        if not path.is_relative_to(TESTS / "integrations"):  # those need packages of an environment of their own
+            with contextlib.suppress(Exception):  # the collection reports it
+                importlib.import_module(".".join(path.relative_to(TESTS.parent).with_suffix("").parts))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -57,9 +75,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         out.add("compiled_only")
     if config.getoption("--gpus") < 2:
         out.add("two_gpus")
-    left_out = [item for item in items if out.intersection(mark.name for mark in item.iter_markers())]
+    left, left_out = [], []
+    for item in items:
+        (left if out.isdisjoint(mark.name for mark in item.iter_markers()) else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
-    left = [item for item in items if item not in left_out]
     # Files that take long come first: one that begins last has a worker to itself while the others wait.
     items[:] = sorted(left, key=lambda item: item.get_closest_marker("long") is None)
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed import stub_device
+from tests.forks import Server
 
 WORDS = {2: "two", 3: "three", 4: "four", 8: "eight"}  # how tests say how many processes they need
 BACKENDS = ("gloo", "stub", "cuda_rig")
@@ -36,6 +37,9 @@ TIMEOUT_S = 120 * SLOWNESS  # of a start and of a call; ends a hang and judges n
 GRACE_S = 5 * SLOWNESS  # for the other ranks, after one failed: most wait for it and never answer
 SHOWN_LINES = 60  # of a failed process's output
 
+# Even and odd ranks have other addresses and another order of sets, as processes of two machines have.
+_MODULES = ("paddle", "paddle_moe_ops.expert_parallel", "paddle_moe_ops.nn", "tests.distributed.problems")
+_servers = {(backend, part): Server(*_MODULES) for backend in ("gloo", "stub") for part in range(2)}
 _PR_SET_PDEATHSIG = 1
 MAX_WAITING = 5  # processes that wait for calls, some 300 MB each; on GPUs only those of one start
 _running: dict[tuple[int, str], Processes] = {}  # the last one used is the last
@@ -95,15 +99,11 @@ class Processes:
         self._connections, self._processes = [], []
         for rank in range(num_processes):
             ours, theirs = connection.Pipe()
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.distributed.processes", str(theirs.fileno())],
-                cwd=ROOT,
-                env=_environment(backend, rank, master, endpoints),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=self._logs[rank],
-                stderr=subprocess.STDOUT,
-            )
+            environment, files = _environment(backend, rank, master, endpoints), (theirs.fileno(), self._logs[rank])
+            if backend == "cuda_rig":
+                process = _start(environment, *files)
+            else:
+                process = _servers[backend, rank % 2].fork(environment, (__name__, "serve"), [], files)
             theirs.close()
             self._connections.append(ours)
             self._processes.append(process)
@@ -216,8 +216,25 @@ def _environment(backend: str, rank: int, master: str, endpoints: list[str]) -> 
     return environment
 
 
-def _serve(to_parent: connection.Connection) -> None:
+def _start(environment: dict[str, str], pipe: int, log: int) -> subprocess.Popen[bytes]:
+    """Start a process for a GPU, since forks cannot use one."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.distributed.processes", str(pipe), str(log)],
+        cwd=ROOT,
+        env=environment,
+        pass_fds=[pipe, log],
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def serve(pipe: int, log: int) -> None:
     """In a process: answer calls until the parent closes the connection."""
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.enable()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a parent that is killed leaves nothing behind
+    to_parent = connection.Connection(pipe)
 
     def answer(work: Callable[[], Any]) -> None:
         try:
@@ -245,7 +262,4 @@ def _connect() -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    faulthandler.enable()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a parent that is killed leaves nothing behind
-    _serve(connection.Connection(int(sys.argv[1])))
+    serve(*map(int, sys.argv[1:]))

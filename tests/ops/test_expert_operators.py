@@ -21,7 +21,7 @@ from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.tolerances import assert_close_sums, dtype_tols
 from tests.ops.problems import ordinary, plan_tensors, tensor
 from tests.ops.test_gradient_shapes import SHAPES, go_back
-from tests.ops.test_moe_mlp import BUFFER_SIZES, BY_DTYPE, BY_LAYOUT, LAYOUTS, Layer, assert_close
+from tests.ops.test_moe_mlp import BUFFER_SIZES, BY_DTYPE, LAYOUTS, Layer, assert_close
 from tests.pairwise import pairwise
 from tests.params import EMPTY, MANY_EXPERTS, ODD, ONE_TOKEN, PADDED, SUM_DTYPES, Shape
 
@@ -163,12 +163,17 @@ GROUPS = [3, 0, 260, 40], [2, 7, 7, 300, 345]
 M = 351
 
 
-@pytest.mark.parametrize("wide", [False, True], ids=["narrow", "wide"])
-@pytest.mark.parametrize("ids", [np.int32, np.int64], ids=["int32", "int64"])
-@pytest.mark.parametrize("follows", [False, True], ids=["offsets", "following"])
-@pytest.mark.parametrize("sizes", [(7, 3), (8, 16), (136, 264)], ids=str)
-@BY_LAYOUT
-@BY_DTYPE
+@pairwise(
+    {
+        "wide": {"narrow": False, "wide": True},
+        "ids": {"int32": np.int32, "int64": np.int64},
+        "follows": {"offsets": False, "following": True},
+        "sizes": [(7, 3), (8, 16), (136, 264)],
+        "transpose": LAYOUTS,
+        "dtype": SUM_DTYPES,
+    },
+    others_are_slow=True,
+)
 def test_a_grouped_product_is_that_of_the_oracle(dtype, transpose, sizes, follows, ids, wide, rng, place):
     inner, outer = sizes
     matrices = ordinary(rng, (4, outer, inner) if transpose else (4, inner, outer), dtype)

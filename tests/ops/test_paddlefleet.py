@@ -320,3 +320,12 @@ def test_values_of_a_static_graph_are_refused(name):
     value = arguments[place_of][0] if isinstance(arguments[place_of], list) else arguments[place_of]
     with pytest.raises(TypeError, match=f"{name}: .* must be a tensor of dygraph, but got a value of a static graph"):
         paddle.jit.to_static(traced, full_graph=True)(value)
+
+
+@pytest.mark.cpu_only
+def test_a_single_value_of_a_static_graph_is_refused():
+    def traced(x):
+        return ops.merge_subbatch_cast(x, "float32")
+
+    with pytest.raises(TypeError, match="merge_subbatch_cast: x must be a tensor of dygraph, but got a value of a"):
+        paddle.jit.to_static(traced, full_graph=True)(paddle.ones([3, 2]))

@@ -4,13 +4,26 @@
 
 from __future__ import annotations
 
+import inspect
+from operator import attrgetter
+
 import numpy as np
 import paddle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paddle_moe_ops import moe_permute, moe_unpermute, permute, route, unpermute, use_backend
+from paddle_moe_ops import (
+    _quick,
+    moe_mlp,
+    moe_permute,
+    moe_unpermute,
+    permute,
+    quantize_1x128,
+    route,
+    unpermute,
+    use_backend,
+)
 from paddle_moe_ops.backends import compiled as compiled_module
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.backends.compiled import QUICK, _declines
@@ -57,6 +70,21 @@ def long_way(monkeypatch):
             return function(*arguments)
 
     return call
+
+
+@pytest.mark.parametrize(
+    "function", [permute, unpermute, moe_permute, moe_unpermute, moe_mlp], ids=attrgetter("__name__")
+)
+def test_defaults_are_those_of_the_function(function):
+    defaults = {
+        name: each.default
+        for name, each in inspect.signature(function).parameters.items()
+        if each.default is not inspect.Parameter.empty
+    }
+    quick = inspect.signature(getattr(_quick, f"quick_{function.__name__}")).parameters
+    assert {name: each.default for name, each in quick.items() if name in defaults}.items() <= defaults.items()
+    if "amax_min" in quick:
+        assert quick["amax_min"].default == inspect.signature(quantize_1x128).parameters["amax_min"].default
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2"])

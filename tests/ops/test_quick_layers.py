@@ -12,7 +12,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_moe_ops import moe_mlp, use_backend
+from paddle_moe_ops import _quick, discard_dw, moe_mlp, route, use_backend
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.backends.compiled import _declines
 from paddle_moe_ops.backends.compiled import backend as compiled
@@ -82,6 +82,48 @@ def test_unusual_calls_are_declined_or_not_tried(answers, rng, place):
     out = moe_mlp(leaves["x"].unsqueeze(0), *operands[1:])
     assert out.shape == [1, *expected.shape]
     assert not any(isinstance(each, paddle.Tensor) or each is True for each in answers)
+
+
+def test_flat_weights_by_slot_are_not_taken_for_weights_by_row(answers, monkeypatch, place):
+    layer = Layer(np.random.default_rng(0), ODD, BF16, form="by slot", sizes=(24, 16))
+    leaves = {name: leaf.detach() for name, leaf in layer.leaves(place).items()}
+    ids = paddle.to_tensor([[(3 * token + slot) % ODD.E for slot in range(ODD.K)] for token in range(ODD.T)], "int32")
+    probs = leaves["probs"]
+    plan = route(ids, probs, num_experts=ODD.E)
+    assert plan.num_rows == probs.numel()  # either may be meant
+    operands = leaves["x"], plan, probs.flatten(), leaves["gate_up"], leaves["down"]
+    made = moe_mlp(*operands, weights_by="slot")
+    monkeypatch.setattr(compiled, "quick_moe_mlp", _declines)
+    assert_bits_equal(to_numpy(made), to_numpy(moe_mlp(*operands, weights_by="slot")))
+
+
+def test_deferred_gradients_of_matrices_are_left_to_the_checked_call(answers, rng, place):
+    layer = Layer(rng, ODD, BF16, form="by slot", sizes=(24, 16))
+    leaves = layer.leaves(place)
+    layer.call(leaves, place, defer_dw=True).sum().backward()
+    assert answers == []
+    assert leaves["x"].grad is not None
+    assert leaves["gate_up"].grad is None
+    discard_dw()
+
+
+@pytest.mark.parametrize(
+    ("options", "keeps_hidden", "mib"), [({}, True, 1024), ({"keep": "x", "workspace_mb": 3}, False, 3)], ids=str
+)
+def test_a_call_with_gradients_gives_the_operator_its_options(options, keeps_hidden, mib, monkeypatch, rng, place):
+    given = []
+    monkeypatch.setattr(_quick, "layer_operator", lambda *operands, **named: given.append(named) or operands[0])
+    layer = Layer(rng, ODD, BF16, form="by slot", sizes=(24, 16))
+    layer.call(layer.leaves(place), place, **options)
+    expected = {"transpose": False, "by_slot": True, "keeps_hidden": keeps_hidden, "workspace": mib << 20}
+    assert given == [{**expected, "in_place": True}]
+
+
+@pytest.mark.parametrize("name", ["activation", "keep"])
+def test_an_array_as_a_name_is_left_to_the_checks(name, rng, place):
+    layer = Layer(rng, ODD, BF16, form="by slot", sizes=(24, 16))
+    with pytest.raises(ValueError, match=f"^moe_mlp: {name} must be one of "):
+        layer.call(layer.leaves(place), place, **{name: np.array(["swiglu", "h"])})
 
 
 @pytest.mark.parametrize(

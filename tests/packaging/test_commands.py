@@ -17,7 +17,7 @@ import pytest
 import paddle_moe_ops
 from paddle_moe_ops import _build_check, _env
 from paddle_moe_ops.testing import selftest
-from tests.packaging.subprocesses import ROOT, copy_without_library, run_command, run_python
+from tests.packaging.subprocesses import ROOT, copy_without_library, run_command, run_forked
 
 pytestmark = pytest.mark.long
 
@@ -32,7 +32,7 @@ def env_report(**options):
 
 
 def test_env_names_every_version_and_variable():
-    done = run_command("env", env={"PADDLE_MOE_OPS_NUM_THREADS": "3"})
+    done = run_command("env", env={"PADDLE_MOE_OPS_NUM_THREADS": "3"}, fresh=True)  # Paddle's import may warn
     assert done.returncode == 0, done.stderr
     lines = [line.strip() for line in done.stdout.splitlines()]
     facts = dict(line.split("  ", 1) for line in lines if "  " in line)
@@ -75,7 +75,7 @@ def test_env_json_holds_the_same_facts_as_the_running_package():
 
 def test_env_shows_as_many_threads_as_the_operators_use():
     asked_for = len(os.sched_getaffinity(0)) + 3
-    done = run_python(
+    done = run_forked(
         "import ctypes\n"
         "from paddle_moe_ops import _report\n"
         "from paddle_moe_ops.backends import compiled\n"
@@ -140,7 +140,7 @@ print(json.dumps(found))
 
 
 def test_commands_name_an_old_paddle_first(tmp_path):
-    done = run_python(OLD_PADDLE, cwd=tmp_path)
+    done = run_forked(OLD_PADDLE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     text = "paddle_moe_ops needs PaddlePaddle 3.2 or 3.3, but 3.1.1 is installed: "
@@ -187,7 +187,7 @@ def test_selftest_has_many_checks_of_little_work():
 
 
 def test_selftest_fails_where_a_result_is_wrong():
-    done = run_python(
+    done = run_forked(
         "from paddle_moe_ops import reference\n"
         "right = reference.unpermute\n"
         "reference.unpermute = lambda *a, **k: right(*a, **k) + 1\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paddle_moe_ops import _env
-from tests.packaging.subprocesses import run_python
+from tests.packaging.subprocesses import run_forked, run_python
 from tests.pairwise import in_turn
 
 pytestmark = pytest.mark.long
@@ -119,7 +119,7 @@ from paddle_moe_ops.backends import compiled
 assert compiled.backend.unavailable() is None
 print(used_cpu_isa())
 """
-    done = run_python(code, env={"PADDLE_MOE_OPS_MAX_CPU_ISA": "generic"})
+    done = run_forked(code, env={"PADDLE_MOE_OPS_MAX_CPU_ISA": "generic"})
     assert (done.stdout.strip(), done.returncode) == ("generic", 0), done.stderr
 
 
@@ -136,7 +136,7 @@ def test_operators_raise_a_value_error_for_a_bad_value(variable, value, expected
     """As for PADDLE_MOE_OPS_VALIDATE and PADDLE_MOE_OPS_BACKEND."""
     code = "import paddle, paddle_moe_ops\npaddle_moe_ops.route(paddle.zeros([3, 1], 'int32'), num_experts=1)"
     environment = {variable: value} if backend is None else {variable: value, "PADDLE_MOE_OPS_BACKEND": backend}
-    done = run_python(code, env=environment)
+    done = run_forked(code, env=environment)
     assert done.stderr.rstrip().endswith(f"ValueError: {variable} must be {expected}, but got {value!r}")
 
 

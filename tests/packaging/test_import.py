@@ -16,7 +16,7 @@ import pytest
 
 import paddle_moe_ops
 from paddle_moe_ops import _build_check
-from tests.packaging.subprocesses import copy_without_library, run_python
+from tests.packaging.subprocesses import copy_without_library, run_forked, run_python
 
 PACKAGE = Path(paddle_moe_ops.__file__).parent
 
@@ -117,7 +117,7 @@ def test_first_use_without_paddle_says_what_to_install():
 
 
 def test_first_use_with_an_old_paddle_says_what_to_install():
-    done = run_python(
+    done = run_forked(
         "import paddle\npaddle.version.full_version = '3.0.0'\nimport paddle_moe_ops\npaddle_moe_ops.route"
     )
     assert done.returncode != 0
@@ -143,7 +143,7 @@ def test_submodules_that_the_page_of_functions_names_are_attributes():
     names = {*re.findall(r"`(?:paddle_moe_ops)?\.(\w+\.\w+)`", page), "testing.routing"}
     assert len(names) > 3
     code = "import paddle_moe_ops\n" + "".join(f"paddle_moe_ops.{name}\n" for name in sorted(names))
-    assert run_python(code).returncode == 0
+    assert run_forked(code).returncode == 0
     with pytest.raises(AttributeError, match=r"^module 'paddle_moe_ops.compat' has no attribute 'nothing'$"):
         _ = paddle_moe_ops.compat.nothing
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import paddle_moe_ops
 from paddle_moe_ops import patched_paddle
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.compat import incubate_gemm
+from tests.pairwise import pairwise
 
 from .fleet_nodes import Functions, Gemms, Mlp, MlpByExpert, MlpByRows, MlpLayer, Pieces, Routing
 
@@ -107,7 +109,7 @@ def run_dense(model: Model, batch: Batch) -> list[np.ndarray]:
     return [to_numpy(each.astype("float32")) for each in (out, x.grad, *(each.grad for each in model))]
 
 
-@pytest.fixture(params=["patched", "imported"])
+@pytest.fixture
 def functions(request):
     """Paddle's own functions on this package, or the package's."""
     if request.param == "imported":
@@ -124,12 +126,11 @@ def assert_same(got: list[np.ndarray], expected: list[np.ndarray], dtype: str) -
         np.testing.assert_allclose(each, wanted, rtol=0, atol=limit, err_msg=name)
 
 
-alignments = pytest.mark.parametrize("alignment", [1, 128])
+AXES = {"alignment": [1, 128], "functions": ["patched", "imported"]}
+every_pair = functools.partial(pairwise, indirect=["functions"], others_are_slow=True)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("node", NODES.values(), ids=NODES.keys())
-@alignments
+@every_pair({"node": NODES, "dtype": ["float32", "bfloat16"], **AXES})
 def test_gradients_are_those_of_a_dense_layer(alignment, node, dtype, functions, rng):
     model, batch = Model.make(rng), batch_of(rng, 37, dtype)
     assert_same(run_nodes(functions, node, model, batch, alignment), run_dense(model, batch), dtype)
@@ -138,9 +139,13 @@ def test_gradients_are_those_of_a_dense_layer(alignment, node, dtype, functions,
 SIZES = {"no token": (0, 1.0), "one token": (1, 1.0), "no token here": (9, 0.0), "many": (1025, 0.3)}
 
 
-@pytest.mark.parametrize(("num_tokens", "share"), SIZES.values(), ids=SIZES.keys())
-@pytest.mark.parametrize("name", ["in one piece", "whole experts", "sums of some tokens", "rows of several experts"])
-@alignments
+@every_pair(
+    {
+        "num_tokens, share": SIZES,
+        "name": ["in one piece", "whole experts", "sums of some tokens", "rows of several experts"],
+        **AXES,
+    }
+)
 def test_sizes(alignment, name, num_tokens, share, functions, rng):
     node = NODES[name]
     if num_tokens > 1000 and isinstance(node, tuple):

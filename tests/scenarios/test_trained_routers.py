@@ -30,6 +30,10 @@ TO_STATIC = [
     for name in ["full_graph" if index % 2 != turn else "bytecode"]
 ]
 STATIC = pytest.mark.parametrize("program", IN_GRAPHS, ids=str)
+EVERY_SECOND = [
+    pytest.param(program, id=str(program), marks=[pytest.mark.slow] * (index % 2))
+    for index, program in enumerate(IN_GRAPHS)
+]
 BFLOAT16 = 2**-6  # a few roundings to 8 bits, of the largest element
 ARRAYS = arrays_of(np.random.default_rng(7))
 
@@ -105,7 +109,7 @@ def test_mixed_precision(program, place, backend):
 
 
 @BFLOAT16_IN_GRAPHS
-@STATIC
+@pytest.mark.parametrize("program", EVERY_SECOND)
 def test_mixed_precision_in_a_static_graph(program, place):
     """Against float32: some of the dense programs lose gradients in such graphs of Paddle's own operators."""
 

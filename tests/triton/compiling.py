@@ -3,10 +3,12 @@
 """Compiles every kernel that the launchers launch, without a GPU; prints facts about each as JSON lines.
 
 A separate program: in the process of the tests the kernels belong to the interpreter. Prints the instructions of each
-kernel, or with --ptx its PTX without names and source lines, in the order of launches. A change that must not alter
-machine code is checked by comparing this output before and after it:
+kernel, or with --ptx its PTX without names and source lines, in the order of launches. GEMMs take each layout and each
+option; with --every each layout takes each option. A change that must not alter machine code is checked by comparing
+this output before and after it:
 
-    TRITON_DISABLE_LINE_INFO=1 python -m tests.triton.compiling --ptx > after.jsonl && diff before.jsonl after.jsonl
+    export TRITON_DISABLE_LINE_INFO=1
+    python -m tests.triton.compiling --every --ptx > after.jsonl && diff before.jsonl after.jsonl
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ from .interpreter import NumpyArray, NumpyDevice  # noqa: E402
 
 # The oldest generation that is promised, and the first one with tensor descriptors.
 OLDEST, HOPPER = 80, 90
+EVERY = "--every" in sys.argv
 
 
 class CompilingDevice(NumpyDevice):
@@ -115,15 +118,7 @@ def main() -> None:
     slots_to_rows(gpu, by_slot, ids, owners)
     groups = Groups(gpu.empty([experts], "int32"), gpu.empty([experts + 1], "int64"))
     matrices = gpu.array(np.zeros((experts, 256, hidden), np.float16))
-    for transpose, matrix in ((True, matrices), (False, gpu.reshape(matrices, (experts, hidden, 256)))):
-        product = grouped_gemm(gpu, x, matrix, groups, transpose, tokens=Tokens(owners, ids))
-        grouped_gemm_backward(gpu, product, x, matrix, groups, transpose, tokens=Tokens(owners, ids))
-        grouped_gemm_backward(gpu, product, y, matrix, groups, transpose, weights=by_row)
-        bias = gpu.empty([experts, 256], "float16")
-        grouped_gemm(gpu, x, matrix, groups, transpose, tokens=Tokens(owners, ids), bias=bias)
-        grouped_gemm(gpu, y, matrix, groups, transpose, weights=by_row, bias=bias)
-        bias_gradient(gpu, product, bias, groups, by_row, by_row)
-        bias_gradient(gpu, product, bias, groups, None, None)
+    products(gpu, x, y, matrices, groups, Tokens(owners, ids), by_row)
     for ue8m0, layout in ((False, "row"), (True, "col")):
         options = {"ue8m0": ue8m0, "scale_layout": layout, "amax_min": 1e-4}
         quantize(gpu, x, ids, owners, **options)
@@ -134,6 +129,30 @@ def main() -> None:
     layers(gpu, Tokens(owners, ids), groups, 192)
     mlp.gpu_at = lambda _: Gpu(HOPPER, 132)
     layers(CompilingDevice(HOPPER), Tokens(owners, ids), groups, 1024)
+
+
+def products(
+    gpu: CompilingDevice,
+    x: NumpyArray,
+    y: NumpyArray,
+    matrices: NumpyArray,
+    groups: Groups,
+    tokens: Tokens,
+    by_row: NumpyArray,
+) -> None:
+    experts, outer, inner = matrices.shape
+    product, bias = gpu.empty([y.shape[0], outer], "float16"), gpu.empty([experts, outer], "float16")
+    for transpose, matrix in ((True, matrices), (False, gpu.reshape(matrices, (experts, inner, outer)))):
+        layer = matrix, groups, transpose
+        if transpose or EVERY:
+            grouped_gemm(gpu, x, *layer, tokens=tokens)
+            grouped_gemm_backward(gpu, product, y, *layer, weights=by_row)
+            grouped_gemm(gpu, y, *layer, weights=by_row, bias=bias)
+        if not transpose or EVERY:
+            grouped_gemm_backward(gpu, product, x, *layer, tokens=tokens)
+            grouped_gemm(gpu, x, *layer, tokens=tokens, bias=bias)
+    bias_gradient(gpu, product, bias, groups, by_row, by_row)
+    bias_gradient(gpu, product, bias, groups, None, None)
 
 
 def layers(gpu: CompilingDevice, tokens: Tokens, groups: Groups, inner: int) -> None:
@@ -156,9 +175,12 @@ def products_by_descriptors(gpu: CompilingDevice, x: NumpyArray, matrices: Numpy
         wgrad_config(hopper, outer, inner),
     )
     for transpose, matrix in ((True, matrices), (False, gpu.reshape(matrices, (experts, inner, outer)))):
-        product = grouped_gemm(gpu, x, matrix, groups, transpose, config=rows)
-        grouped_gemm(gpu, x, matrix, groups, transpose, bias=gpu.empty([experts, outer], "float16"), config=rows)
-        grouped_gemm_backward(gpu, product, x, matrix, groups, transpose, config=rows, weight_config=weights)
+        product, layer = gpu.empty([x.shape[0], outer], "float16"), (matrix, groups, transpose)
+        if transpose or EVERY:
+            grouped_gemm(gpu, x, *layer, config=rows)
+            grouped_gemm_backward(gpu, product, x, *layer, config=rows, weight_config=weights)
+        if not transpose or EVERY:
+            grouped_gemm(gpu, x, *layer, bias=gpu.empty([experts, outer], "float16"), config=rows)
 
 
 def route_by_logits(gpu: CompilingDevice, tokens: int, top_k: int, experts: int) -> None:

@@ -28,14 +28,18 @@ KERNELS = {
 }
 
 
-@pytest.fixture(scope="module")
-def variants():
+def compile_kernels(*options):
     """Compilation results of each kernel for each GPU generation and each kind of arguments."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.triton.compiling"]
+    command = [sys.executable, "-m", "tests.triton.compiling", *options]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def variants():
+    return compile_kernels()
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +59,11 @@ def compiled(by_capability):
 
 def test_every_kernel_compiles(compiled):
     assert set(compiled) == KERNELS
+
+
+@pytest.mark.slow
+def test_each_layout_compiles_with_each_option(variants):
+    assert len(compile_kernels("--every")) > len(variants)
 
 
 def test_blocks_fit_the_least_shared_memory_of_a_gpu(variants):

@@ -1,11 +1,10 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Areas of sources, the tests that guard them, and excluded faults."""
+"""Areas of sources, and the tests that guard them."""
 
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -97,6 +96,39 @@ AREAS = {
         ),
         _OPERATORS,
     ),
+    "quick": Area(
+        ("paddle_moe_ops/_quick.py",),
+        (
+            *_tests("ops", "quick_calls", "quick_layers", "python_calls", "every_argument", "bad_arguments"),
+            *_tests("ops", "moe_permute", "moe_unpermute", "permute", "unpermute", "moe_mlp", "backends"),
+            *_tests("ops", "side_by_side", "calls_without_gradient", "amp_recompute", "explain_layer"),
+            *_tests("static", "to_static", "widths"),
+            *_tests("scenarios", "mlp_programs"),
+        ),
+    ),
+    # These choose and describe the backend, the build and the settings of a process.
+    "process": Area(
+        (
+            *(f"paddle_moe_ops/{name}.py" for name in ("__init__", "__main__", "_activations", "_build_check")),
+            *(f"paddle_moe_ops/{name}.py" for name in ("_env", "_native", "_report", "_submodules", "explaining")),
+        ),
+        (
+            *_tests("packaging", "build_check", "commands", "env_variables", "import", "public_api"),
+            *_tests("ops", "activations", "backends", "biases", "explain_layer", "native_functions", "patch_families"),
+            *_tests("ops", "patch_paddle", "quantized_matrices"),
+        ),
+    ),
+    "bench_command": Area(
+        ("paddle_moe_ops/bench/*.py",),
+        (*_tests("packaging", "bench", "bench_layers", "commands"), *_tests("bench", "layer_parts")),
+    ),
+    "testing": Area(
+        ("paddle_moe_ops/testing/*.py",),
+        (
+            *_tests("ops", "testing_helpers"),
+            *_tests("packaging", "commands", "docstring_examples", "demo_checks"),
+        ),
+    ),
     "nn": Area(
         ("paddle_moe_ops/nn/*.py",),
         (
@@ -134,6 +166,10 @@ AREAS = {
             *("tests/scenarios/test_fastdeploy_calls.py", "tests/static/test_fastdeploy_programs.py"),
         ),
     ),
+    "paddlefleet": Area(
+        ("paddle_moe_ops/compat/paddlefleet.py",),
+        (*_tests("ops", "paddlefleet"), *_tests("scenarios", "paddlefleet_nodes", "swapped_imports")),
+    ),
     "demo": Area(
         tuple(f"examples/demo/{name}.py" for name in ("checks", "purpose", "run", "training")),
         ("tests/packaging/test_demo*.py",),
@@ -162,11 +198,34 @@ AREAS = {
             *_tests("scenarios", "messages"),
         ),
     ),
+    "float8_layer": Area(
+        ("paddle_moe_ops/_float8_layer.py",),
+        (
+            *_tests("ops", "float8_activations", "float8_mlp", "float8_hidden", "biases", "explain_layer"),
+            *_tests("static", "float8_programs"),
+            *_tests("scenarios", "float8_programs", "float8_graphs", "messages"),
+        ),
+    ),
     "triton_layer": Area(
         tuple(f"paddle_moe_ops/triton/{name}.py" for name in ("gemm/types", "gemm/gather_heuristic", "gemm/mlp")),
         (
             *_tests("triton", "moe_mlp"),
             *_tests("ops", "moe_mlp", "explain_layer"),
+        ),
+    ),
+    "triton_launch": Area(
+        tuple(
+            f"paddle_moe_ops/triton/{name}.py"
+            for name in (
+                *("gemm/bias_gradient", "gemm/gpu_facts", "launch/allocator", "launch/dry_run"),
+                *("native_recording", "ops/row_id_map", "ops/row_sums", "recording"),
+            )
+        ),
+        (
+            *_tests("triton", "bias", "capture", "compile", "moe_mlp", "permute", "recording", "row_id_map"),
+            *_tests("triton", "sort_chunks", "unpermute"),
+            *_tests("ops", "biases", "explain_layer", "native_functions", "native_recordings", "triton_interpreted"),
+            *_tests("ops", "triton_launch", "triton_products", "triton_runtime"),
         ),
     ),
     "exchange": _ranks(
@@ -185,6 +244,17 @@ AREAS = {
         ),
         _tests("ops", "rank_operators"),
     ),
+    "token_transports": _ranks(
+        ("protocol", "received", "tokens"),
+        (
+            *("own_transports", "plans", "transports", "deep_ep", "expert_parallel_errors", "expert_parallel"),
+            *("expert_parallel_layer", "arguments_stay", "calls_of_ranks", "programs_that_differ"),
+        ),
+    ),
+    "placement": _ranks(
+        ("placement", "moving"),
+        ("placement", "moved_experts", "placement_fleet", "own_transports", "expert_parallel_errors"),
+    ),
     "averaging": _ranks(
         ("training",),
         ("grad_scaler", "accumulated_gradients", "average_gradients", "fleet"),
@@ -199,6 +269,12 @@ AREAS = {
     # Copies of experts between ranks that share them need four ranks, whose tests are slow.
     "fleet": _ranks(
         ("fleet",), ("fleet", "fleet_programs", "grad_scaler"), _tests("ops", "sharded_experts"), runs_slow=True
+    ),
+    "fleet_optimizers": _ranks(
+        ("fleet_optimizers", "loss_scaling"),
+        ("fleet", "fleet_programs", "grad_scaler", "ranks_that_do_not_come"),
+        _tests("scenarios", "deferred_in_training"),
+        runs_slow=True,
     ),
     "states": _ranks(
         ("parameters", "checkpoint", "optimizers"),
@@ -230,223 +306,15 @@ AREAS = {
     "reference": Area(("paddle_moe_ops/reference/*.py",), ("tests/reference/test_*.py",)),
 }
 
-
-# Faults that leave the program correct: path, kind, regular expressions for the lines before the change, and the
-# reason.
-EQUIVALENT = (
-    (r"expert_parallel/agreement\.py", "", r'name="expert_parallel_alone"', "a label that nothing reads"),
-    (r"kernels/cpu\.py", "", r"getloadavg|_SECONDS_PER_TURN|_ASSUMED_CACHE|_flush_buffer", "code around a timing"),
-    (r"kernels/cpu\.py", "", r"needed > left|needed / 1e9", "an estimate"),
-    (r"kernels/cpu_arrays\.py", "", r"_WORKERS|_PERIOD|_CHUNK_ELEMENTS =", "sizes of pieces"),
-    (r"kernels/cpu_arrays\.py", "", r"^    return problem\.case\.shape\.hidden \*", "an estimate"),
-    (r"kernels/(inputs|cpu_check)\.py", "", r"_ORACLE_ELEMENTS =|chunk_elements =|elements //", "sizes of pieces"),
-    (r"kernels/operators/", "", r"check\.chunks\(", "sizes of pieces"),
-    (r"kernels/operators/", "", r'add_workspace\("(?!route)', "only CUDA kernels need one"),
-    (r"kernels/operators/", "", r"case\.fill and \(", "an implementation for GPUs"),
-    (r"kernels/operators/", "", r"return_scores", "outputs that no test reads"),
-    (r"kernels/operators/", "", r"torch|engine\.|index_select|row_id_map|\.long\(\)|d_probs", "seen on a GPU"),
-    (r"demo/", "", r"_TOLERANCE\b", "a float does not equal its limit"),
-    (r"demo/run\.py", "", r"Column\(|console=console|Console\(|f\"step ", "looks"),
-    (r"demo/checks\.py", "arguments swapped", r"index_add\(", "Paddle takes PyTorch's order as well"),
-    (r"demo/checks\.py", "elements swapped", r"differences =", "the larger one counts"),
-    (r"demo/checks\.py", "constant", r"stable=True", "sums of a token's rows in another order"),
-    (r"demo/checks\.py", "method dropped", r"bincount\(ids\.numpy", "NumPy reads a tensor as well"),
-    (r"demo/training\.py", "", r"optimizer\.AdamW\(|beta|weight_decay|grad_clip", "any of them learns"),
-    (r"demo/checks\.py", "", r"axis=|unsqueeze|shape\[-1\]|one_hot", "the last axis of a matrix is its second"),
-    (r"", "keyword dropped", r"take_along_axis|argsort", "the last axis, which is the default"),
-    (r"backends/", "arguments swapped", r"first_order_only\(", "any of the inputs may carry a graph"),
-    (r"backends/gradients\.py", "constant", r"if mask_experts < 0 else", "a mask has one expert at least"),
-    (
-        r"backends/gradients\.py",
-        "keyword dropped",
-        r"row_to_slot\.clip\(min=0\)",
-        "Paddle's gather reads the last element for -1, which becomes 0 like any",
-    ),
-    (
-        r"backends/stacking\.py",
-        "arithmetic|comparison",
-        r"last = \(len\(parts\)|parts\[-1\]\.data_ptr\(\) ==",
-        "slices are views, too, and take longer",
-    ),
-    (r"backends/matmul\.py", "", r"^            return _multiply\(x, w, weights, bias,", "the suites on a GPU see it"),
-    (r"backends/compiled\.py", "", r"loader\.exec_module\(", "a module of C is complete when it is created"),
-    (r"backends/base\.py", "elements swapped", r"^OPERATORS", "the order in which explain lists them"),
-    (r"backends/reference\.py", "method dropped", r"d_gating\.astype", "its last bit is far below the tolerance"),
-    (r"backends/reference\.py", "keyword dropped", r"fill_padding=", "zeros are as good as what is undefined"),
-    (r"gemm\.py|compat/te_triton\.py", "", r"get_autocast_dtype\(\)\) for|limit or min\(room", "only on a GPU"),
-    (r"", "opposite", r"np\.zeros\(0,", "nothing in it"),
-    (r"triton/ops/permute\.py", "arguments swapped", r"copy_words\(", "sizes and addresses count alike"),
-    (r"triton/ops/sort_chunks\.py", "", r"other=-1\) == ", "a value that no chunk is compared with"),
-    (r"", "arguments swapped", r"swapaxes|\b(max|min)\(", "either way round"),
-    (r"", "elements swapped", r"frozenset\(|isinstance\(|except \(", "in any order"),
-    (r"", "", r"is_on_gpu\(|is_cpu_place\(|is_gpu_place\(", "the suites on a GPU see it"),
-    (r"backends/gradients\.py", "", r"return both\(", "gradients that are not needed"),
-    (r"gradients\.py", "condition dropped", r"if not paddle\.is_grad_enabled\(\) or value", "a shortcut"),
-    (
-        r"backends/experts\.py",
-        "method dropped",
-        r"each\.detach\(\) for each in made",
-        "they are results of a node",
-    ),
-    (
-        r"backends/experts\.py",
-        "constant",
-        r"\(\*self\.wanted, False\)\[:4\]",
-        "the gradient of weights that are not given is dropped",
-    ),
-    (r"", "constant", r"reshape\(-1\)", "any negative number will do"),
-    (r"_checks\.py", "method dropped", r"\.item\(\)", "operator.index reads a tensor as well"),
-    (r"unsloth\.py", "method dropped", r"slot_to_row\.numpy\(\)\)", "NumPy takes a tensor as indices as well"),
-    (r"te_jax\.py", "method dropped", r"0 <= shard_id\.item\(\) <", "a tensor of one number compares as it does"),
-    (r"reference/topk\.py", "comparison", r"topk_groups < num_groups", "a shortcut: all groups are kept"),
-    (r"reference/quantization\.py", "method dropped", r"\.copy\(\)\.view", "a copy of what no one else has"),
-    (r"reference/(routing|paddle_api)\.py", "slice dropped", r"\[:1\]:$", "the first one raises"),
-    (r"reference/arithmetic\.py", "elements swapped", r"to_float32\(a\), to_float32\(b\)", "factors"),
-    (r"reference/gemm\.py", "method dropped", r"\.astype\(np\.float64\)", "the other factor is float64"),
-    (r"reference/", "keyword dropped", r"np\.errstate\(", "warnings"),
-    (r"triton/ops/route\.py", "opposite", r"8192 // width", "sizes of pieces"),
-    (r"triton/ops/unpermute_backward\.py", "", r"programs_per_token = ", "how many programs share a token"),
-    (
-        r"triton/gemm/(grouped_gemm|operands|wgrad)\.py",
-        "",
-        r"descriptor_memory\(|try:|ALLOCATOR",
-        "descriptors need a GPU",
-    ),
-    (r"expert_parallel/", "method dropped", r"\.keys\(\) & ", "keys take a dict as well"),
-    (
-        r"expert_parallel/alltoall\.py",
-        "constant|elements swapped",
-        r'^    more = \{"row_probs": None',
-        "`permute` and `unpermute` do not read these",
-    ),
-    (
-        r"expert_parallel/alltoall\.py",
-        "constant|and, or|condition dropped",
-        r"ids\.shape\[0\] == 0 or to_ranks\.num_rows == 0",
-        "a shortcut: rows without a token become -1 below",
-    ),
-    (
-        r"expert_parallel/alltoall\.py",
-        "keyword dropped",
-        r"buffer_size=most, validate=False",
-        "the sender checked the ids",
-    ),
-    (
-        r"expert_parallel/alltoall\.py",
-        "condition negated",
-        r"if has_gaps else tokens",
-        "rows without a token become -1",
-    ),
-    (
-        r"expert_parallel/alltoall\.py",
-        "opposite|arithmetic|constant",
-        r"rest = paddle\.zeros",
-        "the words before them say that this rank raised, so nothing reads them",
-    ),
-    (
-        r"expert_parallel/agreement\.py",
-        "comparison",
-        r"group\.rank < 0 and group\.ranks ==",
-        "a group of this rank alone does what the one that replaces it does",
-    ),
-    (r"expert_parallel/agreement\.py", "slice dropped", r"words\[:-1\] != told\[0\]", "a shortcut to the checks below"),
-    (
-        r"expert_parallel/dispatch\.py",
-        "constant|elements swapped",
-        r"ep\._step\(\(0, 0, 0, True\)",
-        "other ranks read that this one raised, and no further",
-    ),
-    (
-        r"expert_parallel/symmetric_buffers\.py",
-        "method dropped|statement dropped",
-        r"^        (flags\.arrived|self\.state)\b.*(zero_|tolist)\(\)",
-        "memory of a CPU begins with zeros, and nothing is pending there",
-    ),
-    (
-        r"expert_parallel/symmetric_memory\.py",
-        "",
-        r"\bcuMem|shareable\(|_Access\(|_Location\(|_Properties\(|c_uint64|c_size_t\(|_ON_DEVICE|_driver\b|_Driver\b|_device_of",
-        "memory of a GPU",
-    ),
-    (r"expert_parallel/symmetric_memory\.py", "constant", r"_RECOMMENDED_GRANULARITY =", "memory of a GPU"),
-    (
-        r"expert_parallel/symmetric_memory\.py",
-        "constant",
-        r"^_NO_ACCESS, _IN_PLACE =",
-        "1 is PROT_READ for addresses that are mapped again, and MAP_SHARED, which the mapping has",
-    ),
-    (r"expert_parallel/symmetric_buffers\.py", "constant", r"^FETCHED_", "memory of a GPU"),
-    (r"expert_parallel/peer\.py", "finally dropped", r"arrivals = ", "streams of a GPU join after an error"),
-    (
-        r"expert_parallel/peer\.py",
-        "keyword dropped|constant",
-        r"NEW_MEMORY, leaves_room=True",
-        "how fast kernels of a GPU run",
-    ),
-    (r"symmetric_memory\.py", "constant", r"recv_fds\(from_other, 4, 1\)", "room for more files than the one sent"),
-    (r"expert_parallel/deep_ep\.py", "method dropped", r"dense\(x\.detach\(\)\)", "a call runs without gradients"),
-    (
-        r"expert_parallel/alltoall\.py",
-        "constant",
-        r"columns\.append\(filled\(\[size, more\], 0",
-        "nothing reads numbers of experts that a layer does not have",
-    ),
-    (r"expert_parallel/training\.py", "", r"BUCKET_BYTES =", "sizes of pieces"),
-    (r"expert_parallel/training\.py", "keyword dropped", r"to_tensor\(\[state, ", "int64 is the default"),
-    (r"expert_parallel/(training|fleet)\.py", "elements swapped", r"for name in \(", "in any order"),
-    (r"expert_parallel/fleet\.py", "constant", r" else -1$", "any number that is no rank will do"),
-    (
-        r"expert_parallel/fleet\.py",
-        "comparison",
-        r"^                if self\._copies\.nranks > 1:",
-        "a shortcut: a group of one rank adds nothing up",
-    ),
-    (
-        r"expert_parallel/fleet\.py",
-        "statement dropped",
-        r"self\._set_inner_opt_attr\(",
-        "Paddle keeps the list, and Fleet passes each step's parameters",
-    ),
-    (r"expert_parallel/training\.py", "constant", r"number = -1 if group is None", "any negative number will do"),
-    (
-        r"expert_parallel/training\.py",
-        "condition dropped",
-        r"each\.nranks > 1\]",
-        "Paddle's all_reduce returns at once in a group of one rank",
-    ),
-    (r"expert_parallel/training\.py", "method dropped", r"= total\.astype\(", "the assignment to a slice casts"),
-    (r"expert_parallel/peer\.py", "", r"scale_columns = float8, 0", "read with float8 alone, which sets it"),
-    (
-        r"nn/losses\.py|incubate_routing\.py|compat/fp8/",
-        "with dropped",
-        r"with without_autocast\(\)",
-        "on a CPU mixed precision casts only products",
-    ),
-    (r"nn/experts\.py", "comparison", r"if alignment > 1 else None$", "a shortcut: offsets of groups without padding"),
-    (r"nn/losses\.py", "method dropped", r"counts = mask\.astype", "a clip by a float returns floats"),
-    (r"csrc/paddle/", "", r"place\(\) [!=]= target\.place\(\)", "the suites on a GPU see it"),
-    (r"csrc/paddle/", "elements swapped", r"Target target\(", "whose devices are compared, in any order"),
-    (r"/mlp\.py", "", r"_PASSED_KEPT", "how many checked calls are remembered"),
-    (r"/mlp\.py", "arguments swapped", r"signature = _signature\(", "an order that all signatures have"),
-    (r"/_matrices\.py", "constant", r"0 <= experts", "a plan has one expert at least"),
-    (
-        r"reference/fastdeploy\.py",
-        "keyword dropped",
-        r"wide\.max\(axis=-1",
-        "a softmax of shifted numbers",
-    ),
-    (
-        r"csrc/layer/plan\.cc",
-        "constant",
-        r"kMaxInnerOfWide =|kMaxInnerWithWaste =|kMaxColumnsOfGatheringWgrad =",
-        "multiples of 8 are compared with these",
-    ),
-    (r"reference/chunks\.py", "slice dropped", r"\[:num_chunks\]", "the last one is not used"),
-)
-
-
-def is_equivalent(path: str, kind: str, old: str) -> bool:
-    return any(
-        re.search(where, path) and re.fullmatch(kinds or ".*", kind) and re.search(text, old, re.MULTILINE)
-        for where, kinds, text, _ in EQUIVALENT
-    )
+# Python files of the package that no area has, each with its reason.
+NO_AREA = {
+    **dict.fromkeys(("masked.py", "dispatch.py", "indexed.py", "rowmaps.py"), "names of compat"),
+    "_options.py": "types that only type checkers read, and their strings",
+    "_version.py": "a string",
+    "compat/__init__.py": "names",
+    "expert_parallel/__init__.py": "names",
+    "integrations/__init__.py": "names",
+    **dict.fromkeys((f"triton/{name}__init__.py" for name in ("", "gemm/", "launch/", "ops/")), "a docstring"),
+    **dict.fromkeys((f"triton/{name}/configs.py" for name in ("gemm", "ops")), "configurations change the speed alone"),
+    "triton/launch/paddle_device.py": "needs a GPU",
+}

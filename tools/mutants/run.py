@@ -23,8 +23,9 @@ from typing import NamedTuple, TypeVar
 
 import cpp
 import faults
-from areas import AREAS, is_equivalent
+from areas import AREAS
 from copies import Copy, Mutant, Record, files_of, merged, pytest_of
+from equivalents import is_equivalent
 
 HERE = Path(__file__).resolve().parent
 T = TypeVar("T")
