@@ -10,7 +10,8 @@ import paddle
 from paddle import Tensor
 
 from ._activations import activate
-from ._graphs import float32, is_graph_value, to_dtype, without_autocast
+from ._graphs import beside, float32, is_graph_value, to_dtype, without_autocast
+from ._matrices import stacked
 from .backends import GemmSpec, Matrices, MlpSpec, Validation, float8_parts, has_operators, resolve, stack_or_view
 from .backends.experts import check_unchanged, made_by
 from .backends.float8_products import float8_product
@@ -74,7 +75,6 @@ def float8_rows(
 
 def _bias_of_rows(bias: Any, rows: Tensor, groups: GemmSpec) -> Tensor:
     """The bias of each row, and 0 in rows of no group: a grouped GEMM with one column of ones, whose wgrad is a sum."""
-    given = bias if isinstance(bias, Tensor) else paddle.stack(list(bias))
-    ones = paddle.ones([rows.shape[0], 1], "float32")
+    ones = beside(paddle.ones([rows.shape[0], 1], "float32"), rows)
     spec = groups._replace(transpose=False)
-    return resolve("grouped_gemm", ones).grouped_gemm(ones, float32(given).unsqueeze(1), None, None, spec)
+    return resolve("grouped_gemm", ones).grouped_gemm(ones, float32(stacked(bias)).unsqueeze(1), None, None, spec)

@@ -151,6 +151,7 @@ _READERS: dict[str, Callable[[_Lines], Iterator[Figure]]] = {
     "grouped-gemm": _grouped_gemm,
     "public-calls": _public_calls,
     "serving": _serving,
+    "loss-curves": lambda lines: iter(()),  # no speeds
     "expert-parallel": _exchanges,
     "expert-parallel-timeline": _timelines,
 }

@@ -132,6 +132,13 @@ def test_layers_with_few_tokens_are_bytes_of_the_matrices_that_are_read_per_time
     assert result.figures == [Figure(f"{title}: ours", "Qwen3-30B, 4", read, "GB/s", True)]
 
 
+def test_loss_curves_have_no_speeds() -> None:
+    machine = '{"machine": true, "gpu": "NVIDIA H200", "date": "2026-11-28"}'
+    result = result_of("h200-loss-curves.jsonl", f'{machine}\n{{"model": "demo", "step": 100, "train": 2.8}}\n')
+    assert result is not None
+    assert result.figures == []
+
+
 def test_a_benchmark_without_a_reader_is_an_error():
     with pytest.raises(ValueError, match=r"h200-other\.jsonl: the name must be"):
         result_of("h200-other.jsonl", layers("a", line()))

@@ -285,6 +285,11 @@ AREAS = {
         _tests("ops", "sharded_experts", "optimizer_state_parts"),
         runs_slow=True,
     ),
+    "checkpoints": _ranks(
+        ("blocks", "distributed_checkpoint", "group_sharded", "shards", "tensor_files"),
+        ("blocks", "distributed_checkpoints", "distributed_checkpoint_errors", "group_sharded"),
+        runs_slow=True,
+    ),
     "integrations": Area(
         ("paddle_moe_ops/integrations/paddleformers/*.py",),
         ("tests/integrations/test_*.py",),
@@ -297,7 +302,7 @@ AREAS = {
     ),
     "csrc_layer": Area(
         ("paddle_moe_ops/csrc/layer/*.cc",),
-        _tests("core", "layer", "layer_float8", "layer_plan"),
+        _tests("core", "layer", "layer_codes", "layer_float8", "layer_plan"),
     ),
     "csrc_cpu": Area(
         ("paddle_moe_ops/csrc/cpu/*.cc", "paddle_moe_ops/csrc/common/*.cc"),
