@@ -174,7 +174,7 @@ def between_two_of_three() -> list[float]:
     return given.grad.tolist()
 
 
-def test_ranks_of_another_group_do_not_count():
+def test_of_three_ranks_those_of_another_group_do_not_count():
     assert run(between_two_of_three, 3) == [[4.0, 4.0]] * 3
 
 

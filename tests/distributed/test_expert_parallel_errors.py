@@ -187,7 +187,7 @@ def bad_ids(**options: Any) -> list[str]:
     none, bad = paddle.zeros([2, 0], "int32"), paddle.full([2, 1], 9, "int32")
     return [
         caught(lambda: ep.dispatch(x, none, none.astype("float32"), validate=False)),
-        caught(lambda: ep.dispatch(x, bad, bad.astype("float32"))),
+        caught(lambda: ep.dispatch(x, bad, bad.astype("float32"), validate=True)),
     ]
 
 
