@@ -16,6 +16,7 @@ from ..reference.cases import assert_same_bits
 from .binding import Core, CoreError
 from .operators.ranks import (
     HEADER,
+    BarrierParams,
     RankSpoilParams,
     rank_get,
     rank_plan,
@@ -26,7 +27,6 @@ from .operators.ranks import (
     rank_take,
     region_bytes,
 )
-from .structs import Bytes, Int, Int32s, Params, Size, fields
 
 # tokens, slots, ranks, experts of a rank, rows of a region, capacity
 CASES = [
@@ -136,17 +136,6 @@ def test_a_plan_may_do_without_the_tokens_of_rows(core: Core, case: tuple[int, .
     assert (made[1] == 7).all()
 
 
-class _BarrierParams(Params):
-    """pmo_rank_barrier_params"""
-
-    _fields_ = fields(
-        (Size, "struct_size num_ranks region_bytes timeout_ms"),
-        (Bytes, "arrived peers"),
-        (Int32s, "state call calls report forward_calls"),
-        (Int, "gradient"),
-    )
-
-
 class Meeting(NamedTuple):
     """The outputs of a barrier on the first rank."""
 
@@ -181,7 +170,7 @@ def barrier(
     report[0] = reported
     made = Meeting(np.zeros_like(arrived), np.array([turn, 0], np.int32), np.zeros_like(calls), report)
     memory = {"peers": made.peers, "state": made.state, "calls": made.calls, "report": made.report}
-    params = _BarrierParams(
+    params = BarrierParams(
         num_ranks=num_ranks,
         region_bytes=128,
         timeout_ms=timeout_ms,

@@ -39,6 +39,17 @@ class RankPlanParams(Params):
     )
 
 
+class BarrierParams(Params):
+    """pmo_rank_barrier_params"""
+
+    _fields_ = fields(
+        (Size, "struct_size num_ranks region_bytes timeout_ms"),
+        (Bytes, "arrived peers"),
+        (Int32s, "state call calls report forward_calls"),
+        (Int, "gradient"),
+    )
+
+
 class RankRecordsParams(Params):
     """pmo_rank_records_params"""
 
