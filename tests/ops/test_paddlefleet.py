@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import ml_dtypes
 import numpy as np
 import paddle
@@ -270,6 +272,7 @@ BAD = [
     ("tokens_zip_unique_add", 0, [3, 4], ValueError, "x_zipped must be of 2 rows, as zipped_rows says"),
     ("tokens_zip_unique_add", 1, [2, 5], ValueError, r"x_unzipped must be of shape \[num_rows, 4\]"),
     ("tokens_zip_unique_add", 1, [1, 4], ValueError, "idx_unzipped must be of at most 1 tokens"),
+    ("tokens_zip_unique_add", 2, paddle.float32, TypeError, "idx_unzipped must be of dtype"),
     ("tokens_zip_unique_add", 3, 1, ValueError, "idx_unzipped must be of tokens below 1"),
     ("tokens_zip_unique_add_subbatch", 0, [], ValueError, "x_zipped must be a list with at least one tensor"),
     ("tokens_zip_unique_add_subbatch", 0, [1, 4], TypeError, "x_zipped must be a list of tensors"),
@@ -323,9 +326,19 @@ def test_values_of_a_static_graph_are_refused(name):
 
 
 @pytest.mark.cpu_only
-def test_a_single_value_of_a_static_graph_is_refused():
-    def traced(x):
-        return ops.merge_subbatch_cast(x, "float32")
+@pytest.mark.parametrize(
+    ("name", "argument", "value"),
+    [
+        ("merge_subbatch_cast", "x", paddle.ones([3, 2])),
+        ("tokens_zip_prob", "dispatched_indices", paddle.to_tensor([[0, 1], [-1, 0]])),
+    ],
+)
+def test_a_value_of_a_static_graph_is_refused_in_place_of(name, argument, value):
+    function, arguments = getattr(ops, name), _good()[name]
+    place_of = list(inspect.signature(function).parameters).index(argument)
 
-    with pytest.raises(TypeError, match="merge_subbatch_cast: x must be a tensor of dygraph, but got a value of a"):
-        paddle.jit.to_static(traced, full_graph=True)(paddle.ones([3, 2]))
+    def traced(x):
+        return function(*arguments[:place_of], x, *arguments[place_of + 1 :])
+
+    with pytest.raises(TypeError, match=f"{name}: {argument} must be a tensor of dygraph, but got a value of a static"):
+        paddle.jit.to_static(traced, full_graph=True)(value)

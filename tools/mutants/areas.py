@@ -168,7 +168,11 @@ AREAS = {
     ),
     "paddlefleet": Area(
         ("paddle_moe_ops/compat/paddlefleet.py",),
-        (*_tests("ops", "paddlefleet"), *_tests("scenarios", "paddlefleet_nodes", "swapped_imports")),
+        (
+            *_tests("ops", "paddlefleet"),
+            *_tests("scenarios", "paddlefleet_nodes", "swapped_imports"),
+            *_tests("distributed", "devices_of_arguments"),
+        ),
     ),
     "demo": Area(
         tuple(f"examples/demo/{name}.py" for name in ("checks", "purpose", "run", "training")),

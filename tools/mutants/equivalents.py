@@ -202,6 +202,7 @@ EQUIVALENT = (
         r"with without_autocast\(\)",
         "on a CPU mixed precision casts only products",
     ),
+    (r"compat/paddlefleet\.py", "condition dropped", r"enumerate\(numbers or \(\)\)", "counts are given here"),
     (r"nn/experts\.py", "comparison", r"if alignment > 1 else None$", "a shortcut: offsets of groups without padding"),
     (r"nn/losses\.py", "method dropped", r"counts = mask\.astype", "a clip by a float returns floats"),
     (r"csrc/paddle/", "", r"place\(\) [!=]= target\.place\(\)", "the suites on a GPU see it"),
