@@ -52,7 +52,7 @@ def set_is_first_microbatch(model: nn.Layer) -> int:
 def keep_float8_matrices(model: nn.Layer) -> int:
     """Quantise the experts' matrices of a model's layers once after each change, and keep them in between.
 
-    Call it once for any optimizer; `expert_parallel.distributed_optimizer` does it by itself. It affects layers whose
+    One call serves any optimizer; `expert_parallel.distributed_optimizer` includes it. Affected are layers whose
     ``compute`` is ``"fp8_1x128"``, and blocks of PaddleFormers after ``apply(model, compute="fp8_1x128")``. They then
     need no ``is_first_microbatch``: micro-batches share the codes, 2 bytes for each element, or 1 if no gradient is
     required. Bits are those of a model that quantises in each call.

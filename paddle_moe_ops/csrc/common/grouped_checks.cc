@@ -44,8 +44,7 @@ int check_codes(const pmo_grouped_product_params& p) {
   PMO_REQUIRE(p.transpose != 0, "transpose", "1 with codes");
   PMO_REQUIRE_ARRAY(p.matrix_scales, 1, "matrix_scales");
   const bool is_float8 = p.matrix_format == PMO_MATRIX_FLOAT8_128X128;
-  const int64_t step = is_int4(p.matrix_format) ? 32 : 16;  // codes in 16 bytes
-  PMO_REQUIRE(p.inner % step == 0, "inner", "a multiple of 16, or of 32 for int4, with codes");
+  PMO_REQUIRE(p.inner % codes_in_16_bytes(p.matrix_format) == 0, "inner", "a multiple of 16, or of 32 for int4, with codes");
   if (!is_float8) return PMO_OK;
   PMO_REQUIRE(p.dtype == PMO_BFLOAT16, "dtype", "PMO_BFLOAT16 with float8 codes");
   PMO_REQUIRE(p.amax_min >= kAmaxMin && p.amax_min <= FLT_MAX, "amax_min", "in [2^-100, FLT_MAX]");

@@ -14,6 +14,9 @@ namespace pmo {
 
 PMO_ANYWHERE constexpr bool is_int4(int32_t format) { return format == PMO_MATRIX_INT4 || format == PMO_MATRIX_INT4_1X128; }
 
+// Codes in 16 bytes: kernels read rows of codes whose number is a multiple of it.
+PMO_ANYWHERE constexpr int64_t codes_in_16_bytes(int32_t format) { return is_int4(format) ? 32 : 16; }
+
 // One matrix as it is stored: rows and columns of values, of bytes of codes, and of scales. The scale of element (r, c) is at
 // row r / scale_height and column c / scale_width of the scales.
 struct MatrixLayout {

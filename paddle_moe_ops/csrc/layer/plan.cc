@@ -61,7 +61,7 @@ bool has_few_rows(const pmo_layer_facts& f) {
   const int64_t most = f.float8 != 0 ? kFewRowsOfFloat8 : f.has_codes != 0 ? kFewRowsOfIntegers : kFewRows;
   if (f.num_rows > most * f.num_experts) return false;
   if (reads_codes) {
-    const int64_t step = f.float8 == 0 && is_int4(f.codes_format) ? 32 : 16;  // codes in 16 bytes
+    const int64_t step = codes_in_16_bytes(f.float8 != 0 ? PMO_MATRIX_FLOAT8_128X128 : f.codes_format);
     return f.hidden % step == 0 && f.inner % step == 0;
   }
   return std::min(f.num_rows, f.num_experts) <= kMaxFewElements / std::max<int64_t>(f.hidden * f.inner, 1);

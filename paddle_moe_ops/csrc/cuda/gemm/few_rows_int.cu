@@ -124,8 +124,8 @@ struct Scale {
   }
 };
 
-// Two int8 codes, the bytes `first` and `first` + 1 of a word, as elements of T. Seven bits of a code and the magic are one element, its sign bit and the
-// magic are 2^7 or 2^8 (bfloat16), 2^10 or 2^10 + 2^7 (float16); their difference is the code.
+// Two int8 codes, the bytes `first` and `first` + 1 of a word, as elements of T. Seven bits of a code and the magic are one element; its
+// sign bit and the magic are 2^7 or 2^8 (bfloat16), 2^10 or 2^10 + 2^7 (float16). Their difference is the code.
 template <typename T>
 __device__ inline uint32_t codes_of_int8(uint32_t word, int first) {
   const uint32_t apart = __byte_perm(word, 0, first == 0 ? 0x4140 : 0x4342);
