@@ -37,20 +37,5 @@ def custom_backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Any]:
     """Calls a function between processes of a module's tests, since Fleet stays in them. Sort tests by their number."""
-    running: dict[int, processes.Processes] = {}
-
-    def call(count: int, function: Any, **arguments: Any) -> list[Any]:
-        if count not in running:
-            processes.stop()
-            for size in list(running):
-                running.pop(size).stop()
-            running[count] = processes.Processes(count, processes.default_backend)
-        try:
-            return running[count].call(function, arguments)
-        except RuntimeError:
-            running.pop(count).kill()
-            raise
-
-    yield call
-    for each in running.values():
-        each.stop()
+    with processes.kept(processes.default_backend) as call:
+        yield call

@@ -10,6 +10,7 @@ state that another function would notice. A group that one makes may stay.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,31 @@ class Processes:
             each.close()
         for log in self._logs:
             os.close(log)
+
+
+@contextlib.contextmanager
+def kept(backend: str, most: int = 0) -> Iterator[Callable[..., list[Any]]]:
+    """Calls a function, by the number of processes, in processes that stay inside, such as those that Fleet has set up.
+
+    Processes of another number end before a call that needs new ones, unless both numbers add up to at most ``most``.
+    """
+    running: dict[int, Processes] = {}
+
+    def call(count: int, function: Any, **arguments: Any) -> list[Any]:
+        if count not in running:
+            stop()
+            for size in [each for each in running if each + count > most]:
+                running.pop(size).stop()
+            running[count] = Processes(count, backend)
+        try:
+            return running[count].call(function, arguments)
+        except RuntimeError:
+            running.pop(count).kill()
+            raise
+
+    yield call
+    for each in running.values():
+        each.stop()
 
 
 def reserve_port() -> socket.socket:

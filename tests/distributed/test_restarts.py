@@ -108,23 +108,8 @@ RESTARTS = [
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Any]:
     """Calls a function in processes of its own, of which those of two numbers stay."""
-    running: dict[int, processes.Processes] = {}
-
-    def call(count: int, function: Any, **arguments: Any) -> list[Any]:
-        if count not in running:
-            processes.stop()
-            for size in [each for each in running if each + count > 6]:
-                running.pop(size).stop()
-            running[count] = processes.Processes(count, "gloo")
-        try:
-            return running[count].call(function, arguments)
-        except RuntimeError:
-            running.pop(count).kill()
-            raise
-
-    yield call
-    for each in running.values():
-        each.stop()
+    with processes.kept("gloo", most=6) as call:
+        yield call
 
 
 def rows() -> list[list[str]]:
