@@ -22,6 +22,9 @@ the rank to others.
 
 With ``--fetched`` the copy, dispatch and combine alone are timed, with several shares of rows that are fetched.
 
+With ``--few`` layers without gradients are timed for few tokens of a rank, by exchanges of one launch each way and by
+those of several launches.
+
 With ``--timeline`` one layer call is recorded instead: for each rank when each step of routing, dispatch, products and
 combine begins and ends, forward and backward, in microseconds from a common start. The recorded call is the one of
 median time among several. A timeline of processes on a CPU:
@@ -41,7 +44,7 @@ from typing import Any
 
 from tests.distributed import processes
 
-from .measure import MODELS, SHAPES, TOKENS, measure, measure_shares
+from .measure import FEW_TOKENS, MODELS, SHAPES, TOKENS, measure, measure_few, measure_shares
 from .timeline import timelines
 
 
@@ -57,6 +60,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=int, default=300, help="seconds for a shape")
     parser.add_argument("--no-layers", action="store_true")
     parser.add_argument("--fetched", type=int, nargs="+", choices=range(9), help="of every 8 rows")
+    parser.add_argument("--few", type=int, nargs="*", help="numbers of tokens of a rank")
     parser.add_argument("--timeline", action="store_true", help="record the steps of a layer instead")
     arguments = parser.parse_args()
     if arguments.backend == "gloo" and not arguments.timeline:
@@ -65,9 +69,11 @@ def main() -> None:
     os.environ["MALLOC_PERTURB_"] = "0"  # which takes time
     lines = [machine(arguments.commit, arguments.ranks, arguments.backend)]
     for name in arguments.shapes:
-        of_shape = timeline_of(name, arguments) if arguments.timeline else times_of(name, arguments)
-        shape = {"shape": name, "tokens": arguments.tokens, **SHAPES[name]._asdict(), "ranks": arguments.ranks}
-        lines += [{**shape, **each} for each in of_shape]
+        for tokens in [arguments.tokens] if arguments.few is None else arguments.few or FEW_TOKENS:
+            arguments.tokens = tokens
+            of_shape = timeline_of(name, arguments) if arguments.timeline else times_of(name, arguments)
+            shape = {"shape": name, "tokens": tokens, **SHAPES[name]._asdict(), "ranks": arguments.ranks}
+            lines += [{**shape, **each} for each in of_shape]
         arguments.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -85,7 +91,9 @@ def machine(commit: str, ranks: int, backend: str) -> dict[str, Any]:
 def times_of(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """All that is timed of a shape, each by the slowest rank."""
     options = {"name": name, "tokens": arguments.tokens, "samples": arguments.samples}
-    if arguments.fetched:
+    if arguments.few is not None:
+        call = measure_few
+    elif arguments.fetched:
         call, options["fetched"] = measure_shares, arguments.fetched
     else:
         call, options["layers"] = measure, not arguments.no_layers

@@ -16,14 +16,14 @@ import paddle
 from benchmarks.spread import time_fields
 from paddle_moe_ops import moe_mlp, permute, route, sort_chunks
 from paddle_moe_ops.backends.arrays import to_tensor
-from paddle_moe_ops.expert_parallel import ExpertParallel, symmetric_buffers
+from paddle_moe_ops.expert_parallel import ExpertParallel, channels, symmetric_buffers
 from paddle_moe_ops.expert_parallel.symmetric_memory import BufferShape, allocate, granularity
 
 from .streams import stream_of
 
-__all__ = ["MODELS", "SHAPES", "TOKENS", "Rank", "Shape", "measure", "measure_shares"]
+__all__ = ["FEW_TOKENS", "MODELS", "SHAPES", "TOKENS", "Rank", "Shape", "measure", "measure_few", "measure_shares"]
 
-TOKENS = 8192
+TOKENS, FEW_TOKENS = 8192, (1, 16, 64, 256)
 _BLOCK = 1 << 20  # random numbers, again and again in large tensors, which is random enough for a GPU's power
 
 
@@ -175,12 +175,15 @@ class Rank:
         exchange_tokens = lambda: exchange(here, there, self.sent, received)  # noqa: E731
         self.timed("alltoall_single", exchange_tokens, self.crossing, transport="alltoall")
 
-    def trained(self) -> list[Any]:
-        """x, probs, and the matrices of this rank's experts, all of which require gradients."""
+    def matrices(self) -> tuple[Any, Any]:
+        """The matrices of this rank's experts."""
         shape = self.shape
         gate_up = self.random([self.experts, shape.hidden, 2 * shape.inner], shape.hidden**-0.5)
-        down = self.random([self.experts, shape.inner, shape.hidden], shape.inner**-0.5)
-        trained = [self.x, self.probs, gate_up, down]
+        return gate_up, self.random([self.experts, shape.inner, shape.hidden], shape.inner**-0.5)
+
+    def trained(self) -> list[Any]:
+        """x, probs, and the matrices of this rank's experts, all of which require gradients."""
+        trained = [self.x, self.probs, *self.matrices()]
         for each in trained:
             each.stop_gradient = False
         return trained
@@ -189,6 +192,22 @@ class Rank:
         """Start the ranks' next work at the same time, and after the host has queued it, which takes seconds."""
         self.stream.delay(1.5e6 * queued + 2000)
         paddle.distributed.all_reduce(self.one)
+
+    def few(self, eps: dict[str, ExpertParallel]) -> None:
+        """Exchanges and layers without gradients, each by all layers in turns."""
+        gate_up, down = self.matrices()
+        for launches, ep in eps.items():
+            how = {"transport": "peer", "combine": "reduced", "launches": launches, "decode": True}
+            got = ep.dispatch(self.x, self.ids, self.probs)
+            dispatch = lambda ep=ep: ep.dispatch(self.x, self.ids, self.probs)  # noqa: E731
+            combine = lambda ep=ep, got=got: ep.combine(got.tokens, got)  # noqa: E731
+
+            def layer(ep: ExpertParallel = ep) -> Any:
+                got = ep.dispatch(self.x, self.ids, self.probs)
+                return ep.combine(moe_mlp(got.tokens, got.plan, got.probs, gate_up, down), got)
+
+            for what, call in (("dispatch", dispatch), ("combine", combine), ("layer_forward", layer)):
+                self.timed(what, call, self.crossing, **how)
 
     def layer(self, ep: ExpertParallel) -> None:
         """Dispatch, experts and combine, with the gradients of all that is trained."""
@@ -237,4 +256,18 @@ def measure_shares(name: str, tokens: int, samples: int, fetched: list[int]) -> 
     for rows in fetched:
         with paddle.no_grad(), mock.patch.multiple(symmetric_buffers, FETCHED_COPIES=rows, FETCHED_SUMS=rows):
             rank.exchanges(ep, fetched=rows)
+    return rank.found
+
+
+def measure_few(name: str, tokens: int, samples: int) -> list[dict[str, Any]]:
+    """On one rank: layers for few tokens, by exchanges of one launch and of several."""
+    rank = Rank(name, tokens, samples)
+    options = {"combine": "reduced", "tokens_per_rank": tokens, "transport": "peer"}
+    with paddle.no_grad():
+        eps = {"one": ExpertParallel(rank.shape.experts, rank.group, **options)}
+        with mock.patch.object(channels, "_FEW_TOKENS", -1):
+            # another timeout has buffers of its own
+            eps["several"] = ExpertParallel(rank.shape.experts, rank.group, timeout=299, **options)
+            eps["several"].dispatch(rank.x, rank.ids, rank.probs)
+        rank.few(eps)
     return rank.found

@@ -27,7 +27,7 @@ from ..backends.autograd import Call, Gradients, connect, linear
 from ..backends.base import Tensors
 from ..routing import Plan, planned
 from .agreement import CALL_WORDS, Kind, LayerCall, Step, backward_step
-from .peer import HEADER
+from .channels import HEADER
 from .placement import BY_ROW, moved_rows
 from .protocol import LineTransport, TokenTransport
 from .transports import checked_timeout

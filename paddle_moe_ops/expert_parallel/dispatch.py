@@ -83,8 +83,9 @@ class ExpertParallel:
             number varies.
         transport: "alltoall": `paddle.distributed.alltoall_single`; "gloo": for CPU tensors; "auto": one of the two, by
             the group. "peer": ranks of one machine write to each other's memory, on GPUs over NVLink and without waits
-            for the host. It needs the compiled operators, and ``tokens_per_rank``, which is rounded up so that parts
-            are whole pages. The layers of the group share its symmetric buffers: twice the maximum of received tokens
+            for the host. It needs the compiled operators, and ``tokens_per_rank``. Up to 256, ``combine="reduced"``
+            without a payload is one launch each way on a GPU; otherwise the number is rounded up so that parts are
+            whole pages. The layers of the group share its symmetric buffers: twice the maximum of received tokens
             for each width and dtype, and with ``combine="exact"`` twice K rows for each of these tokens; see `close`.
             "deepep": DeepEP, if Paddle's wheel has it, for bfloat16 with ``combine="reduced"`` and neither ``payload``
             nor ``tokens_per_rank``; not yet run on a GPU. A `LineTransport` or a `TokenTransport`: one of your own.
@@ -232,11 +233,11 @@ class ExpertParallel:
             capacity: maximum of this rank's slots per expert; the others are dropped. None: no limit.
             validate: as in `route`. True also raises, on every rank, if a rank's tokens are not finite (without
                 ``tokens_per_rank``, and not with a `TokenTransport`).
-            copy: False: with ``transport="peer"`` under ``paddle.no_grad``, ``received.tokens`` is a view of memory
-                that ranks share. Read it before the next dispatch, combine or backward pass of any layer of the group:
-                from then on other ranks overwrite it, and a backward pass that would read it raises a RuntimeError.
-                Rows without a token are then undefined, as with ``payload``. The argument is the same on all ranks,
-                with gradients enabled or not.
+            copy: False: with ``transport="peer"`` and more than 256 ``tokens_per_rank`` under ``paddle.no_grad``,
+                ``received.tokens`` is a view of memory that ranks share. Read it before the next dispatch, combine or
+                backward pass of any layer of the group: from then on other ranks overwrite it, and a backward pass that
+                would read it raises a RuntimeError. Rows without a token are then undefined, as with ``payload``. The
+                argument is the same on all ranks, with gradients enabled or not.
 
         Returns:
             the received tokens, for the local experts and for `combine`.

@@ -9,197 +9,24 @@ are allocated in pairs, which exchanges use alternately: see `Barrier`.
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import paddle
 from paddle import Tensor
-from paddle.distributed.communication.group import Group
 
 from .. import _checks
-from .._graphs import filled
 from .._quick import AMAX_MIN
 from ..backends import direct, resolve
 from ..backends.autograd import Call, Gradients, connect, first_order_only, linear
 from ..backends.base import Tensors
 from ..routing import Plan, plan_of
 from .agreement import Kind, LayerCall, Step, backward_step, combine_step
-from .symmetric_buffers import Barrier, GroupBuffers, OwnRows, RowBuffer
-from .symmetric_memory import BufferShape, allocate, granularity
+from .channels import DISPATCH, RowChannel, TokenChannel, like_of
+from .symmetric_buffers import Barrier, GroupBuffers, OwnRows
 
-__all__ = ["HEADER", "Peers"]
+__all__ = ["Peers"]
 
-HEADER = 64  # PMO_RECORDS_HEADER
-_MOST_STEPS = 256  # maximum of pages for a whole number of rows
-_GROUP_COLUMNS, _PACKED_SCALES = 128, 4  # of float8
-_DISPATCH, _COMBINE = "ExpertParallel.dispatch", "ExpertParallel.combine"
-
-
-class TokenSlot(NamedTuple):
-    """A symmetric buffer for tokens, and two views for each accompanying tensor: this rank's, and its peers'.
-
-    Attributes:
-        rows: S rows for each rank.
-        beside: uint8 [P, bytes], records or values.
-        beside_of_peers: the peers' view of it.
-        codes: float8 [P * S, d]; this and the next ones with float8 only.
-        codes_of_peers: the peers' view of it.
-        scales: uint8 [P, bytes].
-        scales_of_peers: the peers' view of it.
-    """
-
-    rows: RowBuffer
-    beside: Tensor
-    beside_of_peers: Tensor
-    codes: Tensor | None = None
-    codes_of_peers: Tensor | None = None
-    scales: Tensor | None = None
-    scales_of_peers: Tensor | None = None
-
-
-class Arrivals(NamedTuple):
-    """The tokens that arrive at a rank: R rows, some without a token.
-
-    Attributes:
-        ids: int32 [R, K], counted from the first expert of this rank, -1 for experts of other ranks.
-        probs: float32 [R, K], 0 without an id.
-        rows: int32 [R, 1], the row's own number, or -1 without a token.
-        plan: of the ids. On a GPU it has rows for all of them, so the host does not wait for a count.
-        calls: int32 [P, CALL_WORDS], the current calls of all ranks.
-        workspace: the temporary memory of their computation.
-    """
-
-    ids: Tensor
-    probs: Tensor
-    rows: Tensor
-    plan: Plan
-    calls: Tensor
-    workspace: Tensor
-
-
-def _pairs(group: Group, like: Tensor, shapes: Sequence[BufferShape]) -> list[list[Tensor]]:
-    """Allocate two symmetric buffers of each shape; all ranks call it."""
-    pairs = []
-    for _ in range(2):
-        pairs.append([view for shape in shapes for view in allocate(group, like, shape)])
-    return pairs
-
-
-class TokenChannel:
-    """The symmetric buffers for tokens of one width and dtype.
-
-    Args:
-        group: the ranks.
-        barrier: of the group, on the device of tokens.
-        capacity: the maximum of tokens from a rank to each rank.
-        experts_per_rank: experts of a rank.
-        like: [1, d], a tensor of the dtype and device of tokens.
-        topk: K.
-        float8: the format of tokens on the way, one of `permute`, or None.
-        timeout: seconds that a rank waits for the others.
-        step: the step in which all ranks allocate them.
-
-    Attributes:
-        rows_per_rank: S, at least the capacity.
-        scale_columns: columns of a token's scales from `quantize_1x128`; 0 without float8.
-        state: of the barrier.
-        wait: see `Barrier.wait`; within the timeout.
-        next: see `Barrier.next`.
-        rows: the buffers for the rows of these tokens, once a call has sent rows.
-    """
-
-    def __init__(
-        self,
-        group: Group,
-        barrier: Barrier,
-        capacity: int,
-        experts_per_rank: int,
-        like: Tensor,
-        topk: int,
-        float8: str | None,
-        timeout: float,
-        step: Step,
-    ) -> None:
-        width, ranks = like.shape[1], group.nranks
-        self.timeout, self._barrier, self.state = timeout, barrier, barrier.state
-        self.wait = functools.partial(barrier.wait, timeout=timeout)
-        self.meet(step)
-        page, row_bytes = granularity(like.place), width * like.element_size()
-        multiple = page // math.gcd(page, row_bytes)
-        if float8 is not None:
-            multiple = max(multiple, page // math.gcd(page, width))  # of powers of 2
-        if multiple * row_bytes > _MOST_STEPS * page:
-            expected = f"a width in which {_MOST_STEPS} pages of {page} bytes hold a whole number of rows"
-            _checks.bad_value(_DISPATCH, "x", expected + ", for transport='peer'", f"{row_bytes} bytes a row")
-        self.rows_per_rank = rows = -(-capacity // multiple) * multiple
-        self.capacity, self.experts_per_rank, self.topk, self.group = capacity, experts_per_rank, topk, group
-        self.float8, self.scale_columns = float8, 0
-        beside = -(-(HEADER + rows * topk * 8) // page) * page
-        shapes = [
-            BufferShape(rows * row_bytes, ranks * rows, width, like.dtype),
-            BufferShape(beside, ranks, beside, paddle.uint8),
-        ]
-        if float8 is not None:
-            groups = -(-width // _GROUP_COLUMNS)
-            self.scale_columns = -(-groups // _PACKED_SCALES) if float8 == _checks.UE8M0 else groups
-            scales = -(-rows * self.scale_columns * 4 // page) * page
-            shapes += [
-                BufferShape(rows * width, ranks * rows, width, paddle.float8_e4m3fn),
-                BufferShape(scales, ranks, scales, paddle.uint8),
-            ]
-        self._slots: list[TokenSlot] = []
-        for arrived, peers, *beside_rows in _pairs(group, like, shapes):
-            self._slots.append(TokenSlot(self.row_buffer(arrived, peers), *beside_rows))
-            barrier.lend(arrived)
-        self.next = barrier.next
-        self.rows: RowChannel | None = None
-
-    def meet(self, step: Step) -> None:
-        """Wait on the host for all ranks, before they allocate buffers together."""
-        self._barrier.meet(step, self.timeout)
-
-    def arrivals(self, beside: Tensor, step: Step) -> Arrivals:
-        """Wait for the ranks, read their records, and route the tokens.
-
-        This work runs concurrently with the next operators, up to the operator rank_join. If rank_join has waited for
-        all of it, the results may be used and freed. If it has waited only for the records, these may be used, and
-        another barrier may begin.
-
-        Args:
-            beside: the memory of the records.
-            step: the dispatch.
-        """
-        experts, sizes = self.experts_per_rank, (self.topk, self.rows_per_rank)
-        first = self.group.rank * experts
-        made = self._barrier.arrivals(step, self.timeout, beside, *sizes, first, experts)
-        calls, ids, probs, rows, *maps, workspace = made
-        return Arrivals(ids, probs, rows, plan_of(maps, ids.shape[0], self.topk, experts), calls, workspace)
-
-    def slot(self) -> TokenSlot:
-        """Return the buffers of the next exchange."""
-        return self._slots[self.next()]
-
-    def row_buffer(self, arrived: Tensor, peers: Tensor) -> RowBuffer:
-        """Return a buffer for rows of its two views."""
-        return RowBuffer(arrived, peers, self.group.nranks, self.group.rank, self.state)
-
-
-class RowChannel:
-    """The symmetric buffers for the rows of a channel's tokens, one for each of their K slots."""
-
-    def __init__(self, tokens: TokenChannel, like: Tensor, step: Step) -> None:
-        tokens.meet(step)
-        width, rows = like.shape[1], tokens.rows_per_rank * tokens.topk
-        region_bytes = rows * width * like.element_size()
-        shape = BufferShape(region_bytes, tokens.group.nranks * rows, width, like.dtype)
-        self._buffers = [tokens.row_buffer(*views) for views in _pairs(tokens.group, like, [shape])]
-        self.wait, self._next = tokens.wait, tokens.next  # a reference to `tokens` would be a cycle
-
-    def buffer(self) -> RowBuffer:
-        """Return the buffer of the next exchange; row r * K + k belongs to slot k of the token in row r."""
-        return self._buffers[self._next()]
+_COMBINE = "ExpertParallel.combine"
 
 
 class ArrivedTokens(NamedTuple):
@@ -310,10 +137,21 @@ def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, step: St
     return ArrivedTokens(tokens, arrivals.plan, arrivals.probs, dropped, routed, trip)
 
 
+def _exchanged(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, step: Step) -> ArrivedTokens:
+    """`_sent` for few tokens."""
+    slot, sizes = channel.slot(), (channel.experts_per_rank, channel.capacity)
+    beside = slot.beside, slot.beside_of_peers
+    calls, *made = channel.exchange("rank_dispatch", step, (x, ids, probs), slot.rows, beside, *sizes)
+    tokens, their_ids, their_probs, rows, token_rows, dropped, routed, *maps = made
+    plan = plan_of(maps, their_ids.shape[0], channel.topk, channel.experts_per_rank)
+    trip = _Trip(channel, step.call, ids, token_rows, rows, calls)
+    return ArrivedTokens(tokens, plan, their_probs, dropped, routed, trip)
+
+
 class _Dispatch(Call):
     """A call that sends tokens and probabilities; with one node, all ranks send the gradients in one order."""
 
-    function = _DISPATCH
+    function = DISPATCH
 
     def __init__(self, x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, step: Step) -> None:
         super().__init__(None, x, probs)
@@ -325,7 +163,10 @@ class _Dispatch(Call):
 
     def run(self) -> Tensors:
         (x, ids, probs), self.given = self.given, ()
-        self.arrived = _sent(x, ids, probs, self.channel, self.step, self.stay)
+        if self.channel.is_few:
+            self.arrived = _exchanged(x, ids, probs, self.channel, self.step)
+        else:
+            self.arrived = _sent(x, ids, probs, self.channel, self.step, self.stay)
         tokens, their_probs = self.arrived.tokens, self.arrived.probs
         self.arrived = self.arrived._replace(tokens=None, probs=None)  # connect returns these
         return tokens, their_probs
@@ -335,9 +176,9 @@ class _Dispatch(Call):
         step = backward_step(self.step.call, Kind.DISPATCH_BACKWARD)
         channel, slot, trip = self.channel, self.channel.slot(), self.arrived.trip
         slot.rows.send(d_tokens, trip.arrived, OwnRows.STAY)
-        direct("rank_put", d_probs, slot.beside_of_peers, channel.rows_per_rank)
+        direct("rank_put", d_probs, slot.beside_of_peers, channel.lines)
         channel.wait(step, trip.calls)
-        d_x = slot.rows.receive(trip.token_rows, own=d_tokens)
+        d_x = slot.rows.receive(trip.token_rows, own=d_tokens, own_rows=channel.lines)
         sizes = channel.experts_per_rank, channel.rows_per_rank
         (made,) = direct("rank_get", slot.beside, trip.ids, trip.token_rows, channel.state, *sizes)
         return first_order_only(self, (d_x, made), *gradients)
@@ -403,7 +244,7 @@ class Peers:
             rows, _ = trip.exchanged(gradient, back_step, trip.calls, to_owners=True)
             return resolve("unpermute", rows).unpermute(rows, None, plan)
 
-        rows = linear(_DISPATCH, None, x, there, back)
+        rows = linear(DISPATCH, None, x, there, back)
         return found[0]._replace(rows=rows)
 
     def combine(self, out: Tensor, trip: _Trip) -> Tensor:
@@ -414,19 +255,23 @@ class Peers:
             trip: from `dispatch`.
         """
 
-        step, calls = combine_step(trip.call, out), []
+        step, calls, channel = combine_step(trip.call, out), [], trip.channel
 
         def there(out: Tensor) -> Tensor:
-            rows = trip.channel.slot().rows
+            rows = channel.slot().rows
+            if channel.is_few:
+                of_ranks, sums = channel.exchange("rank_combine", step, (out, trip.arrived, trip.token_rows), rows, ())
+                calls.append(of_ranks)
+                return sums
             rows.send(out, trip.arrived, OwnRows.STAY)
-            calls.append(trip.channel.wait(step))
+            calls.append(channel.wait(step))
             return rows.receive(trip.token_rows, own=out)
 
         def back(gradient: Tensor) -> Tensor:
             back_step = backward_step(step.call, Kind.COMBINE_BACKWARD)
-            rows = trip.channel.slot().rows
-            tokens = rows.send(gradient, trip.token_rows, OwnRows.TO_NEW_MEMORY)
-            trip.channel.wait(back_step, calls[0])
+            rows = channel.slot().rows
+            tokens = rows.send(gradient, trip.token_rows, OwnRows.TO_NEW_MEMORY, own_rows=channel.lines)
+            channel.wait(back_step, calls[0])
             return rows.receive(trip.arrived, to=tokens)
 
         return linear(_COMBINE, None, out, there, back)
@@ -457,25 +302,20 @@ class Peers:
         key = x.shape[1], x.dtype, str(x.place), *sizes, topk, self._float8, self._timeout
         channel: TokenChannel | None = self._buffers.find(key)
         if channel is None:
-            given = *sizes, _like(x), topk, self._float8, self._timeout, step
+            given = *sizes, like_of(x), topk, self._float8, self._timeout, step
             channel = self._buffers.keep(key, TokenChannel(self._group, self._barrier(x), *given))
         return channel
 
     def _barrier(self, x: Tensor) -> Barrier:
         """Return the barrier on the device of tokens; all ranks create it together."""
         key = Barrier, str(x.place)
-        return self._buffers.find(key) or self._buffers.keep(key, Barrier(self._group, _like(x)))
+        return self._buffers.find(key) or self._buffers.keep(key, Barrier(self._group, like_of(x)))
 
     def _row_trip(self, x: Tensor, plan: Plan, local: Plan, trip: _Trip, step: Step) -> _RowTrip:
         tokens = trip.channel
         if tokens.rows is None:
-            tokens.rows = RowChannel(tokens, _like(x), step)
+            tokens.rows = RowChannel(tokens, like_of(x), step)
         sizes = self._group.nranks, self._experts, tokens.rows_per_rank
         (own_to_buffer,) = direct("rank_rows", trip.ids, trip.token_rows, plan.row_to_slot, *sizes)
         places = own_to_buffer, local.row_to_slot.reshape([-1, 1])
         return _RowTrip(tokens.rows, trip.call, *places, trip.calls)
-
-
-def _like(x: Tensor) -> Tensor:
-    """Return a tensor of the dtype and device of tokens that keeps none of them alive."""
-    return filled([1, x.shape[1]], 0, x.dtype, like=x)

@@ -23,6 +23,7 @@ from paddle.distributed.communication.group import Group, _GroupManager
 
 from .._graphs import filled
 from ..backends import direct
+from ..backends.base import Tensors
 from .agreement import CALL_WORDS, Kind, Step, agree, check_calls, raise_for_modes
 from .symmetric_memory import BufferShape, allocate, granularity
 
@@ -126,7 +127,14 @@ class RowBuffer(NamedTuple):
     state: Tensor
 
     def send(
-        self, x: Tensor, token_rows: Tensor, own: OwnRows, *, fetched: int | None = None, leaves_room: bool = False
+        self,
+        x: Tensor,
+        token_rows: Tensor,
+        own: OwnRows,
+        *,
+        fetched: int | None = None,
+        leaves_room: bool = False,
+        own_rows: int = -1,
     ) -> Tensor:
         """Send rows to other ranks; a barrier has to follow.
 
@@ -136,32 +144,40 @@ class RowBuffer(NamedTuple):
             own: the destination of rows for this rank.
             fetched: rows, of every 8, that their receiver fetches; None: the default for ``own``.
             leaves_room: whether to leave room on the device for concurrent operators.
+            own_rows: O, the rows of new memory for each rank; -1: S.
 
         Returns:
-            the rows for this rank, [P * S, d], unless they stay in place.
+            the rows for this rank, [P * S, d], or [P * O, d] in new memory, unless they stay in place.
         """
         views = self.arrived, self.peers
         if fetched is None:
             fetched = FETCHED_COPIES if own == OwnRows.TO_NEW_MEMORY else FETCHED_SUMS
-        options = self.num_ranks, self.rank, fetched, int(own), leaves_room
+        options = self.num_ranks, self.rank, fetched, int(own), leaves_room, own_rows
         (made,) = direct("rank_send", x, token_rows, *views, *options)
         return made
 
     def receive(
-        self, token_rows: Tensor, own: Tensor | None = None, to: Tensor | None = None, *, fetched: int | None = None
+        self,
+        token_rows: Tensor,
+        own: Tensor | None = None,
+        to: Tensor | None = None,
+        *,
+        fetched: int | None = None,
+        own_rows: int = -1,
     ) -> Tensor:
         """Return the sums of each token's rows from all ranks.
 
         Args:
             token_rows: int32 [T, C], the rows of each token in the buffer.
-            own: [P * S, d], the rows that this rank sent to itself.
+            own: [P * O, d], the rows that this rank sent to itself.
             to: [T, d], the output, which already contains the rows that this rank sent to itself; C is 1 then.
             fetched: as in all ranks' `send`; None: the default for the place of this rank's rows.
+            own_rows: O; -1: S.
         """
         views = self.arrived, self.peers
         if fetched is None:
             fetched = FETCHED_COPIES if own is None else FETCHED_SUMS
-        options = self.state, self.num_ranks, self.rank, fetched
+        options = self.state, self.num_ranks, self.rank, fetched, own_rows
         (made,) = direct("rank_receive", token_rows, *views, own, to, *options)
         return made
 
@@ -232,6 +248,13 @@ class Barrier:
         """Wait for all ranks; returns their calls and records, concurrently with the work up to operator rank_join."""
         words, waits = step.words(self._exchange), math.ceil(timeout * 1000)
         made = direct("rank_arrivals", records, *self._places, words, waits, *sizes)
+        self._check(step, made[0])
+        return made
+
+    def exchange(self, operator: str, step: Step, timeout: float, tensors: Tensors, *sizes: int) -> Tensors:
+        """Run an operator that sends, waits as `wait` does and receives; its first output is the calls of all ranks."""
+        words, waits = step.words(self._exchange), math.ceil(timeout * 1000)
+        made = direct(operator, *tensors, *self._places, words, waits, *sizes)
         self._check(step, made[0])
         return made
 

@@ -20,7 +20,7 @@ from .binding import Core
 from .structs import Params
 
 # Read on the host, never by a kernel.
-HOST_ARRAYS = ("expected_per_expert", "call")
+HOST_ARRAYS = ("expected_per_expert", "call", "barrier_call")
 
 
 def memory_of(array: NDArray) -> NDArray:

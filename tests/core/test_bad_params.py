@@ -40,6 +40,11 @@ REQUIRED_ARRAYS = [(made, field) for made, operator in OPERATORS.items() for fie
 ALIGNED_ARRAYS = [(made, field) for made, operator in OPERATORS.items() for field in operator.aligned]
 
 
+def public_name(field: str) -> str:
+    """Name of a field that may be one of a struct inside the params."""
+    return re.sub("^(plan|barrier)_", "", field)
+
+
 def outputs_of(params: Params) -> dict[str, np.ndarray]:
     """The arrays that are still poisoned when a call begins: the outputs."""
     return {name: array for name, array in params.arrays.items() if array.size and is_poison(array)}
@@ -74,7 +79,7 @@ def test_bad_size_or_enum_is_named(core: Core, made: str, spoilt: tuple[str, flo
         params = operator.valid(core, output, SMALL)
         setattr(params, field, value)
         text = refusal(core, operator.name, params)
-    assert text.split(" must be ")[0] == field.removesuffix("_bytes")
+    assert text.split(" must be ")[0] == public_name(field).removesuffix("_bytes")
 
 
 EMPTY = {"num_tokens": 0, "num_rows": 0}
@@ -117,7 +122,7 @@ def test_missing_array_is_named(core: Core, made: str, field: str) -> None:
     with guarded_outputs() as output:
         params = operator.valid(core, output, SMALL)
         params.point_at(**{field: 0})
-        assert refusal(core, operator.name, params).startswith(f"{field} must be ")
+        assert refusal(core, operator.name, params).startswith(f"{public_name(field)} must be ")
 
 
 @pytest.mark.parametrize(("made", "field"), ALIGNED_ARRAYS)
@@ -127,7 +132,7 @@ def test_misaligned_array_is_named(core: Core, made: str, field: str) -> None:
         with guarded_outputs() as output:
             params = operator.valid(core, output, SMALL)
             params.point_at(**{field: params.address(field) + step})
-            assert refusal(core, operator.name, params).startswith(f"{field} must be ")
+            assert refusal(core, operator.name, params).startswith(f"{public_name(field)} must be ")
 
 
 def test_wide_ids_must_be_aligned_to_8_bytes(core: Core) -> None:

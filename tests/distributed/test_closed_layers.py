@@ -175,7 +175,7 @@ def test_without_a_group_close_does_nothing():
 
 def view_read_after_close() -> tuple[NDArray, NDArray, int]:
     before, group = shared_bytes(), paddle.distributed.get_group(0)
-    parallel = ExpertParallel(EXPERTS, group, combine="reduced", **PEER)
+    parallel = ExpertParallel(EXPERTS, group, combine="reduced", transport="peer", tokens_per_rank=300)
     ids, probs = paddle.zeros([TOKENS, 1], "int32"), paddle.ones([TOKENS, 1])
     with paddle.no_grad():
         view = parallel.dispatch(tokens_of(), ids, probs, copy=False).tokens

@@ -25,7 +25,8 @@ from paddle_moe_ops.testing.equality import assert_bits_equal
 from .problems import bits
 from .processes import run
 
-TOKENS, ROOM, HIDDEN, INNER, EXPERTS, TOPK = 48, 40, 128, 64, 8, 2
+TOKENS, HIDDEN, INNER, EXPERTS, TOPK = 48, 128, 64, 8, 2
+ROOM = 40  # few tokens, less than there are
 ROUTINGS = "uniform", "one expert", "none", "half none", "uniform"
 # Paddle's allocator may ask the driver for memory meanwhile, which stays what it is until the process ends.
 RELAXED = 2
@@ -84,9 +85,9 @@ def batch(rank: int, number: int) -> dict[str, NDArray]:
 class Program:
     """A dispatch, experts and a combine of tensors that stay where they are; with gradients, or in place without."""
 
-    def __init__(self, experts: str, payload: str | None, trains: bool, combine: str) -> None:
+    def __init__(self, experts: str, payload: str | None, trains: bool, combine: str, room: int) -> None:
         self.rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
-        options = {"combine": combine, "tokens_per_rank": ROOM, "transport": "peer", "payload": payload}
+        options = {"combine": combine, "tokens_per_rank": room, "transport": "peer", "payload": payload}
         self.ep = ExpertParallel(EXPERTS, group, **options)
         self.tensors = {name: to_tensor(each) for name, each in batch(self.rank, 0).items()}
         trained = {"x": self.tensors["x"], "probs": self.tensors["probs"]}
@@ -122,11 +123,13 @@ class Program:
         return {"y": y.detach(), "dropped": received.dropped_slots, **named}
 
 
-def eager_and_replayed(experts: str, payload: str | None, trains: bool, combine: str = "reduced") -> Any:
+def eager_and_replayed(
+    experts: str, payload: str | None, trains: bool, combine: str = "reduced", room: int = ROOM
+) -> Any:
     """Results of each batch from calls of the host, from replays of a graph, and from calls of the host afterwards."""
     from paddle_moe_ops.triton.launch.paddle_device import device_of
 
-    program = Program(experts, payload, trains, combine)
+    program = Program(experts, payload, trains, combine, room)
 
     def eager() -> list[dict[str, NDArray]]:
         found = []
@@ -156,6 +159,15 @@ def test_a_captured_layer_follows_the_tokens_and_experts_of_the_moment(experts, 
 
 @pytest.mark.gpu_only
 @pytest.mark.two_gpus
+@pytest.mark.parametrize("room", [TOKENS, 300])
+@pytest.mark.parametrize("trains", [True, False], ids=["both passes", "forward"])
+def test_captured_layers_have_room_for_few_and_for_many_tokens(trains, room, num_processes):
+    options = {"experts": "moe_mlp", "payload": None, "trains": trains, "room": room}
+    assert_replayed(run(eager_and_replayed, num_processes, **options), room)
+
+
+@pytest.mark.gpu_only
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("trains", [True, False], ids=["both passes", "forward"])
 @pytest.mark.parametrize("payload", [None, "fp8_1x128"], ids=["bfloat16", "float8"])
 def test_captured_rows_that_travel_one_by_one_follow_them_too(payload, trains, num_processes):
@@ -163,14 +175,14 @@ def test_captured_rows_that_travel_one_by_one_follow_them_too(payload, trains, n
     assert_replayed(run(eager_and_replayed, num_processes, **options))
 
 
-def assert_replayed(ranks: list[Any]) -> None:
+def assert_replayed(ranks: list[Any], room: int = ROOM) -> None:
     """The graph gave what the host's calls gave, before and afterwards."""
     for rank, (nodes, before, replayed, afterwards) in enumerate(ranks):
-        assert nodes > 10
+        assert nodes > 5
         for number, expected in enumerate(before):
             for got, when in ((replayed[number], "replayed"), (afterwards[number], "afterwards")):
                 for name, value in expected.items():
                     assert_bits_equal(got[name], value, what=f"{name} {when}, {ROUTINGS[number]}, rank {rank}")
     dropped = np.array([[each["dropped"].item() for each in replayed] for _, _, replayed, _ in ranks])
-    assert (dropped[:, 1] == TOKENS - ROOM).all()
+    assert (dropped[:, 1] == max(0, TOKENS - room)).all()
     assert (dropped[:, [2]] == 0).all()

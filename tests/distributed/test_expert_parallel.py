@@ -169,17 +169,22 @@ def peers_of(problems: list[Problem], room: int, integers: bool = True) -> list[
     return [problem._replace(**of_peers) for problem in for_windows(problems)]
 
 
+# Few tokens are exchanged in one launch each way, many in several.
+FEW_AND_MANY = pytest.mark.parametrize("room", [80, 300])
+
+
 @OF_RANKS
-@pytest.mark.parametrize("room", [2, 200])
+@pytest.mark.parametrize("room", [2, 200, 300])
 def test_peers_drop_what_has_no_room_and_nothing_else(problems, room):
     check("reduced", peers_of(problems, room))
     check("exact", peers_of(problems, room))
 
 
 @OF_RANKS
-def test_parts_through_memory_of_peers_have_the_bits_of_those_that_are_exchanged(problems):
+@FEW_AND_MANY
+def test_parts_through_memory_of_peers_have_the_bits_of_those_that_are_exchanged(problems, room):
     problems = for_windows(problems)
-    exchanged, through_peers = joined("reduced", problems, None), joined("reduced", peers_of(problems, 80, False), None)
+    exchanged, through_peers = (joined("reduced", each, None) for each in (problems, peers_of(problems, room, False)))
     for problem, got, expected in zip(problems, through_peers, exchanged, strict=True):
         for name in expected:
             assert_bits_equal(got[name], expected[name], what=f"{name} of {problem}")

@@ -36,6 +36,7 @@ pytestmark = [pytest.mark.long, pytest.mark.cpu_only]
 RANKS, HIDDEN, INNER, EXPERTS, TOPK, MOST_TOKENS = 2, 64, 12, 6, 3, 11
 BFLOAT16_ERROR = 0.02  # relative to the norm
 PEER: dict[str, Any] = {"transport": "peer", "tokens_per_rank": MOST_TOKENS}
+MANY: dict[str, Any] = {"transport": "peer", "tokens_per_rank": 300}  # exchanges of several launches
 EQUAL_PARTS: dict[str, Any] = {"combine": "reduced", "tokens_per_rank": MOST_TOKENS}
 FORMS = "columns", "rows", "transposed"  # of views of a buffer
 IN_ORDER = (0, 0, 0, 1, 1, 1)  # the placement of experts by default
@@ -66,7 +67,8 @@ WAYS = {
     "gloo reduced float8": Way({"combine": "reduced", "payload": "fp8_1x128"}),
     "peer exact": Way({"combine": "exact", **PEER}),
     "peer reduced": Way({"combine": "reduced", **PEER}),
-    "peer reduced without copies": Way({"combine": "reduced", **PEER}, by_hand=True),
+    "peer reduced, many tokens": Way({"combine": "reduced", **MANY}),
+    "peer reduced without copies": Way({"combine": "reduced", **MANY}, by_hand=True),
     "peer reduced placed on one rank": Way({"combine": "reduced", "placement": (0,) * 6, **PEER}),
     "peer exact float8": Way({"combine": "exact", "payload": "fp8_1x128", **PEER}),
     "peer reduced float8": Way({"combine": "reduced", "payload": "fp8_1x128", **PEER}),

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from paddle_moe_ops import moe_mlp
-from paddle_moe_ops.expert_parallel import ExpertParallel, Received, peer
+from paddle_moe_ops.expert_parallel import ExpertParallel, Received, channels
 from paddle_moe_ops.expert_parallel.symmetric_memory import BufferShape, allocate, memory_of
 from paddle_moe_ops.nn import MoELayer
 from paddle_moe_ops.testing.equality import assert_bits_equal
@@ -24,6 +24,7 @@ from .test_expert_parallel_errors import caught
 
 TOKENS, HIDDEN, INNER, EXPERTS, TOPK = 21, 64, 40, 4, 2
 PEER: dict[str, Any] = {"transport": "peer", "tokens_per_rank": TOKENS}
+MANY: dict[str, Any] = {"transport": "peer", "tokens_per_rank": 300}  # which may stay in memory that ranks share
 
 
 def drawn(seed: int, *shape: int) -> paddle.Tensor:
@@ -50,9 +51,10 @@ def gradient_of_a_factor(options: dict[str, Any]) -> NDArray:
 
 
 def test_experts_of_tokens_without_gradient_are_trained_after_several_forward_passes():
-    exchanged, shared = run(gradient_of_a_factor, 2, options={}), run(gradient_of_a_factor, 2, options=PEER)
-    for got, expected in zip(shared, exchanged, strict=True):
-        np.testing.assert_allclose(got, expected, rtol=1e-5)
+    exchanged, *of_peers = (run(gradient_of_a_factor, 2, options=each) for each in ({}, PEER, MANY))
+    for shared in of_peers:
+        for got, expected in zip(shared, exchanged, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
 def gradients_behind_a_frozen_router(options: dict[str, Any]) -> list[NDArray]:
@@ -78,7 +80,7 @@ def views_read_after_later_exchanges(experts: str) -> list[str]:
     After one exchange a rank that is ahead may write to the buffer of the one before.
     """
     rank = paddle.distributed.get_rank()
-    ep, other = (ExpertParallel(EXPERTS, combine="reduced", **PEER) for _ in range(2))
+    ep, other = (ExpertParallel(EXPERTS, combine="reduced", **MANY) for _ in range(2))
     x, (ids, probs) = drawn(rank, TOKENS, HIDDEN), routing(rank)
     weights = drawn(2, EXPERTS // 2, HIDDEN, 2 * INNER), drawn(3, EXPERTS // 2, INNER, HIDDEN)
     for each in weights:
@@ -157,7 +159,7 @@ def bytes_of_regions() -> list[int]:
         return allocate(group, like, shape)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peer, "allocate", recorded)
+        patch.setattr(channels, "allocate", recorded)
         ep = ExpertParallel(8, combine="reduced", transport="peer", tokens_per_rank=1024, payload="fp8_1x128")
         ep.dispatch(paddle.ones([1, 512]), paddle.to_tensor([[0, 2, 4, 6]]), paddle.ones([1, 4]))
     return found[:4]

@@ -241,7 +241,7 @@ AREAS = {
         _tests("ops", "sharded_experts"),
     ),
     "peers": _ranks(
-        ("peer", "symmetric_memory", "symmetric_buffers"),
+        ("peer", "channels", "symmetric_memory", "symmetric_buffers"),
         (
             *("shared_buffers", "arguments_stay", "expert_parallel", "expert_parallel_errors"),
             *("calls_of_ranks", "ranks_that_do_not_come", "closed_layers"),

@@ -35,6 +35,8 @@ int check_rank_rows(const pmo_rank_rows_params& p);
 int check_rank_send(const pmo_rank_send_params& p);
 int check_rank_receive(const pmo_rank_receive_params& p);
 int check_rank_barrier(const pmo_rank_barrier_params& p);
+int check_rank_dispatch(const pmo_rank_dispatch_params& p);
+int check_rank_combine(const pmo_rank_combine_params& p);
 int check_rank_spoil(const pmo_rank_spoil_params& p);
 int check_permute(const pmo_permute_params& p);
 int check_route_permute(const pmo_route_params& route, const pmo_permute_params& permute);  // that the two agree

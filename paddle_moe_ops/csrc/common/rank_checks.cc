@@ -131,6 +131,7 @@ int check_rows(const Params& p) {
   const bool empty = p.num_ranks * p.rows_per_rank * p.hidden == 0;
   PMO_REQUIRE(empty || p.arrived != nullptr, "arrived", "given");
   PMO_REQUIRE(empty || p.peers != nullptr, "peers", "given");
+  PMO_REQUIRE(p.own_rows_per_rank >= 0 && p.own_rows_per_rank <= p.rows_per_rank, "own_rows_per_rank", "from 0 to rows_per_rank");
   return PMO_OK;
 }
 
@@ -160,6 +161,63 @@ int check_rank_barrier(const pmo_rank_barrier_params& p) {
   PMO_REQUIRE_ARRAY(p.calls, p.num_ranks * PMO_CALL_WORDS, "calls");
   PMO_REQUIRE_ARRAY(p.report, 1 + p.num_ranks * PMO_CALL_WORDS, "report");
   PMO_REQUIRE_OPTIONAL_ARRAY(p.forward_calls, "forward_calls");
+  return PMO_OK;
+}
+
+namespace {
+
+// Checks the barrier and the sizes of an exchange of few tokens.
+int check_few(const pmo_rank_barrier_params& barrier, int64_t rank, int64_t lines_per_rank, const char* name,
+              int64_t rows_per_rank, int64_t hidden, int32_t dtype) {
+  if (const int status = check_rank_barrier(barrier)) return status;
+  PMO_REQUIRE(barrier.num_ranks <= PMO_FEW_RANKS, "num_ranks", "in [1, 32]");
+  PMO_REQUIRE(rank >= 0 && rank < barrier.num_ranks, "rank", "one of num_ranks");
+  PMO_REQUIRE(lines_per_rank >= 0 && lines_per_rank <= PMO_FEW_TOKENS && lines_per_rank <= rows_per_rank, name,
+              "from 0 to rows_per_rank and 256");
+  PMO_REQUIRE_COLUMNS(hidden, "hidden");
+  PMO_REQUIRE(is_sum_dtype(dtype), "dtype", "float32, float16 or bfloat16");
+  return PMO_OK;
+}
+
+}  // namespace
+
+int check_rank_dispatch(const pmo_rank_dispatch_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_rank_dispatch_params of this library");
+  PMO_REQUIRE(p.plan.topk <= PMO_FEW_RANKS, "topk", "at most 32");
+  if (const int status = check_rank_plan(p.plan)) return status;
+  PMO_REQUIRE(p.plan.num_ranks == p.barrier.num_ranks, "num_ranks", "the same for plan and barrier");
+  if (const int status = check_few(p.barrier, p.rank, p.plan.capacity, "capacity", p.plan.rows_per_rank, p.hidden, p.dtype))
+    return status;
+  PMO_REQUIRE(p.plan.num_ranks * p.plan.experts_per_rank <= PMO_FEW_EXPERTS, "experts_per_rank", "at most 4096 experts in all");
+  const int64_t lines = p.plan.num_ranks * p.plan.capacity;
+  const bool empty = lines * p.hidden == 0;
+  PMO_REQUIRE(p.x != nullptr || p.plan.num_tokens * p.hidden == 0, "x", "given");
+  PMO_REQUIRE(empty || p.arrived != nullptr, "arrived", "given");
+  PMO_REQUIRE(empty || p.peers != nullptr, "peers", "given");
+  PMO_REQUIRE(empty || p.tokens != nullptr, "tokens", "given");
+  PMO_REQUIRE_ARRAY(static_cast<const int32_t*>(p.arrived_records), 1, "arrived_records");
+  PMO_REQUIRE_ARRAY(p.ids, lines * p.plan.topk, "ids");
+  PMO_REQUIRE_ARRAY(p.probs, lines * p.plan.topk, "probs");
+  PMO_REQUIRE_ARRAY(p.rows, lines, "rows");
+  return PMO_OK;
+}
+
+int check_rank_combine(const pmo_rank_combine_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_rank_combine_params of this library");
+  PMO_REQUIRE_COUNT(p.rows_per_rank, "rows_per_rank");
+  if (const int status = check_few(p.barrier, p.rank, p.lines_per_rank, "lines_per_rank", p.rows_per_rank, p.hidden, p.dtype)) {
+    return status;
+  }
+  PMO_REQUIRE_SLOTS(p.num_tokens, p.max_rows_per_token, "max_rows_per_token");
+  PMO_REQUIRE(p.max_rows_per_token <= PMO_FEW_RANKS, "max_rows_per_token", "at most 32");
+  const int64_t lines = p.barrier.num_ranks * p.lines_per_rank;
+  const bool empty = lines * p.hidden == 0;
+  PMO_REQUIRE(empty || p.lines != nullptr, "lines", "given");
+  PMO_REQUIRE(empty || p.arrived != nullptr, "arrived", "given");
+  PMO_REQUIRE(empty || p.peers != nullptr, "peers", "given");
+  PMO_REQUIRE(p.out != nullptr || p.num_tokens * p.hidden == 0, "out", "given");
+  PMO_REQUIRE_ARRAY(p.rows, lines, "rows");
+  PMO_REQUIRE_ARRAY(p.token_rows, p.num_tokens * p.max_rows_per_token, "token_rows");
   return PMO_OK;
 }
 

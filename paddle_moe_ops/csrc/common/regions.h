@@ -135,6 +135,28 @@ PMO_ANYWHERE inline int32_t* call_word(const void* regions, int64_t region_bytes
   return reinterpret_cast<int32_t*>(region + 64) + round % 2 * PMO_CALL_WORDS + i;
 }
 
+// A received line of an exchange of few tokens. This rank's own records are read where it wrote them.
+struct ArrivedLine {
+  int64_t rank, place;
+  Records records;
+  bool is_recorded;
+
+  PMO_ANYWHERE ArrivedLine(const pmo_rank_dispatch_params& p, int64_t line)
+      : rank(static_cast<uint32_t>(line) / static_cast<uint32_t>(p.plan.capacity)),
+        place(line - rank * p.plan.capacity),
+        records(rank == p.rank ? p.plan.records : p.arrived_records, p.plan.region_bytes, rank, p.plan.rows_per_rank,
+                p.plan.topk),
+        is_recorded(place < *records.count) {}
+
+  // Expert of slot k, counted from the first one of this rank, or -1.
+  PMO_ANYWHERE int32_t id(const pmo_rank_dispatch_params& p, int64_t k) const {
+    const int64_t id = is_recorded ? records.ids[place * p.plan.topk + k] - p.rank * p.plan.experts_per_rank : -1;
+    return id >= 0 && id < p.plan.experts_per_rank ? static_cast<int32_t>(id) : -1;
+  }
+  PMO_ANYWHERE float prob(const pmo_rank_dispatch_params& p, int64_t k) const { return records.probs[place * p.plan.topk + k]; }
+  PMO_ANYWHERE int64_t row(const pmo_rank_dispatch_params& p) const { return rank * p.plan.rows_per_rank + place; }
+};
+
 // Rank and index within the region of an existing row of a symmetric buffer.
 struct RegionRow {
   uint32_t rank, place;
@@ -147,19 +169,31 @@ struct RegionRow {
   }
 };
 
+// Row of `own` of a row of this rank itself, -1 if there is none.
+template <class Params>
+PMO_ANYWHERE inline int64_t own_row(const Params& p, const RegionRow& at) {
+  return at.place < p.own_rows_per_rank ? at.rank * p.own_rows_per_rank + at.place : -1;
+}
+
 // Address to which rank_send stores a row; null: the row is not stored.
 PMO_ANYWHERE inline char* sent_to(const pmo_rank_send_params& p, int32_t row, int64_t row_bytes) {
   if (row < 0 || row >= p.num_ranks * p.rows_per_rank) return nullptr;
   const RegionRow at(p, row);
-  void* const array = at.rank == p.rank ? p.own : is_fetched(at.place, p.fetched) ? p.arrived : p.peers;
-  return array == nullptr ? nullptr : static_cast<char*>(array) + row * row_bytes;
+  if (at.rank == p.rank) {
+    const int64_t own = own_row(p, at);
+    return p.own == nullptr || own < 0 ? nullptr : static_cast<char*>(p.own) + own * row_bytes;
+  }
+  return static_cast<char*>(is_fetched(at.place, p.fetched) ? p.arrived : p.peers) + row * row_bytes;
 }
 
 // Address from which rank_receive loads an existing row; null: the output already contains it.
 PMO_ANYWHERE inline const char* received_from(const pmo_rank_receive_params& p, int32_t row, int64_t row_bytes,
                                               int64_t own_stride) {
   const RegionRow at(p, row);
-  if (at.rank == p.rank) return p.own == nullptr ? nullptr : static_cast<const char*>(p.own) + row * own_stride;
+  if (at.rank == p.rank) {
+    const int64_t own = own_row(p, at);
+    return p.own == nullptr || own < 0 ? nullptr : static_cast<const char*>(p.own) + own * own_stride;
+  }
   return static_cast<const char*>(is_fetched(at.place, p.fetched) ? p.peers : p.arrived) + row * row_bytes;
 }
 

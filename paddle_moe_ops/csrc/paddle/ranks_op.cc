@@ -10,62 +10,26 @@
 #include "paddle/direct.h"
 #include "paddle/movement.h"
 #include "paddle/pages.h"
+#include "paddle/rank_buffers.h"
 #include "paddle/routing.h"
 
 #ifndef PMO_PADDLE_2  // see window_op.cc
 
 namespace {
 
-using namespace pmo::binding;  // NOLINT: this file is the operators' own
+using namespace pmo::binding;         // NOLINT: this file is the operators' own
+using namespace pmo::binding::ranks;  // NOLINT
 
-constexpr char kFunction[] = "ExpertParallel";
-constexpr char kNoMemory[] = "the window must be memory that ranks share";
-constexpr char kNoReport[] = "the report must have a word and a call for each rank";
 constexpr char kNotDense[] = "the rows must be contiguous";
-constexpr char kNoCall[] = "a call must have 8 words";
 constexpr char kEither[] = "either rows of this rank or memory that has them must be given";
 constexpr char kNoLines[] = "the map must have a line for each row";
-
-// The address of regions [P, region_bytes].
-void* regions(const paddle::Tensor& window, int64_t num_ranks, int64_t* region_bytes) {
-  require_rank(window, 2, kFunction, "the window");
-  require_dtype(window, paddle::DataType::UINT8, kFunction, "the window");
-  require(window.shape()[0] == num_ranks && window.is_contiguous(), kFunction, kNoMemory);
-  *region_bytes = window.shape()[1];
-  return const_cast<void*>(window.data());
-}
-
-int64_t ranks_of(const paddle::Tensor& window) {
-  require_rank(window, 2, kFunction, "the window");
-  return window.shape()[0];
-}
 
 Outputs rank_plan(const paddle::Tensor& ids, const paddle::Tensor& probs, const paddle::Tensor& records, int64_t experts_per_rank,
                   int64_t rows_per_rank, int64_t capacity, bool by_row) {
   const Target target(kFunction, {&ids, &probs, &records});
-  require_rank(ids, 2, kFunction, "ids");
-  require_shape(probs, ids.shape(), kFunction, "probs");
-  require_dtype(probs, paddle::DataType::FLOAT32, kFunction, "probs");
-  const paddle::Tensor dense_ids = dense(ids), dense_probs = dense(probs);
+  Tensors kept;
   pmo_rank_plan_params p = {};
-  p.struct_size = sizeof(p);
-  p.num_tokens = ids.shape()[0];
-  p.topk = ids.shape()[1];
-  p.num_ranks = ranks_of(records);
-  p.experts_per_rank = experts_per_rank;
-  p.rows_per_rank = rows_per_rank;
-  p.capacity = capacity;
-  p.ids = dense_ids.data();
-  p.ids_kind = index_kind(ids, kFunction, "ids");
-  p.probs = dense_probs.data<float>();
-  p.records = regions(records, p.num_ranks, &p.region_bytes);
-  paddle::Tensor token_rows = target.empty_int32({p.num_tokens, std::min(p.num_ranks, p.topk)});
-  paddle::Tensor dropped = target.empty_int32({});
-  paddle::Tensor routed = target.empty_int32({p.num_ranks * experts_per_rank});
-  p.token_rows = token_rows.data<int32_t>();
-  p.dropped = dropped.data<int32_t>();
-  p.routed = routed.data<int32_t>();
-  Outputs outputs = {token_rows, dropped, routed};
+  Outputs outputs = prepare_plan(target, ids, probs, records, experts_per_rank, rows_per_rank, capacity, &p, &kept);
   if (by_row) {
     outputs.push_back(target.empty_int32({p.num_ranks * rows_per_rank}));
     p.row_to_token = outputs.back().data<int32_t>();
@@ -108,51 +72,6 @@ Outputs rank_records(const paddle::Tensor& records, int64_t topk, int64_t rows_p
   const Outputs outputs = prepare_records(target, records, topk, rows_per_rank, first_expert, num_experts, &p);
   check_status(PMO_CALL(target, rank_records, &p), kFunction);
   return outputs;
-}
-
-// Address of the mark in the state of a barrier.
-const int32_t* mark_in(const paddle::Tensor& state) {
-  require_dtype(state, paddle::DataType::INT32, kFunction, "the state");
-  require_shape(state, {2}, kFunction, "the state");
-  return state.data<int32_t>() + 1;
-}
-
-// Buffers of a barrier, and the call of this rank.
-struct BarrierBuffers {
-  const paddle::Tensor& arrived;
-  const paddle::Tensor& peers;
-  const paddle::Tensor& state;
-  const paddle::Tensor& report;
-  const std::vector<int>& call;
-  int64_t timeout_ms;
-};
-
-// Allocates the calls of all ranks and sets the params of the barrier.
-paddle::Tensor prepare_barrier(const Target& target, const BarrierBuffers& buffers, const paddle::Tensor* forward_calls,
-                               int gradient, pmo_rank_barrier_params* p) {
-  p->struct_size = sizeof(*p);
-  p->num_ranks = ranks_of(buffers.arrived);
-  p->timeout_ms = buffers.timeout_ms;
-  int64_t of_peers = 0;
-  p->arrived = regions(buffers.arrived, p->num_ranks, &p->region_bytes);
-  p->peers = regions(buffers.peers, p->num_ranks, &of_peers);
-  require(of_peers == p->region_bytes, kFunction, kNoMemory);
-  p->state = const_cast<int32_t*>(mark_in(buffers.state)) - 1;
-  const int64_t words = p->num_ranks * PMO_CALL_WORDS;
-  require_dtype(buffers.report, paddle::DataType::INT32, kFunction, "the report");
-  require(buffers.report.numel() == 1 + words, kFunction, kNoReport);
-  p->report = const_cast<int32_t*>(buffers.report.data<int32_t>());
-  require(buffers.call.size() == PMO_CALL_WORDS, kFunction, kNoCall);
-  p->call = buffers.call.data();
-  if (forward_calls != nullptr) {
-    require_dtype(*forward_calls, paddle::DataType::INT32, kFunction, "the calls");
-    require_shape(*forward_calls, {p->num_ranks, PMO_CALL_WORDS}, kFunction, "the calls");
-    p->forward_calls = forward_calls->data<int32_t>();
-  }
-  p->gradient = gradient;
-  paddle::Tensor calls = target.empty_int32({p->num_ranks, PMO_CALL_WORDS});
-  p->calls = calls.data<int32_t>();
-  return calls;
 }
 
 // Returns the calls of all ranks, int32 [P, PMO_CALL_WORDS].
@@ -223,10 +142,11 @@ Outputs rank_join(const paddle::Tensor& state, bool waits_for_routing) {
   return {state};
 }
 
-// Sets the fields common to rank_send and rank_receive, from a symmetric buffer.
+// Sets the fields common to rank_send and rank_receive, from a symmetric buffer. `own_rows`: rows for each rank of an array for
+// this rank itself, -1 for as many as in the buffer.
 template <typename Params>
 void set_exchange(Params* p, const paddle::Tensor& rows, const paddle::Tensor& token_rows, const paddle::Tensor& arrived,
-                  const paddle::Tensor& peers, int64_t num_ranks, int64_t rank, int64_t fetched) {
+                  const paddle::Tensor& peers, int64_t num_ranks, int64_t rank, int64_t fetched, int64_t own_rows) {
   p->struct_size = sizeof(Params);
   require_rank(token_rows, 2, kFunction, "the map");
   require_dtype(token_rows, paddle::DataType::INT32, kFunction, "the map");
@@ -241,6 +161,7 @@ void set_exchange(Params* p, const paddle::Tensor& rows, const paddle::Tensor& t
   p->num_ranks = num_ranks;
   p->rank = rank;
   p->rows_per_rank = arrived.shape()[0] / num_ranks;
+  p->own_rows_per_rank = own_rows < 0 ? p->rows_per_rank : own_rows;
   p->fetched = fetched;
   p->hidden = arrived.shape()[1];
   p->dtype = dtype_of(arrived, kFunction, "the window");
@@ -251,11 +172,12 @@ enum OwnRows : int64_t { kStay, kToWindow, kToNewMemory };
 
 // Stores rows of x for other ranks.
 Outputs rank_send(const paddle::Tensor& x, const paddle::Tensor& token_rows, const paddle::Tensor& arrived,
-                  const paddle::Tensor& peers, int64_t num_ranks, int64_t rank, int64_t fetched, int64_t own, bool leaves_room) {
+                  const paddle::Tensor& peers, int64_t num_ranks, int64_t rank, int64_t fetched, int64_t own, bool leaves_room,
+                  int64_t own_rows) {
   const Target target(kFunction, {&x, &token_rows, &arrived, &peers});
   require_rank(x, 2, kFunction, "x");
   pmo_rank_send_params p = {};
-  set_exchange(&p, x, token_rows, arrived, peers, num_ranks, rank, fetched);
+  set_exchange(&p, x, token_rows, arrived, peers, num_ranks, rank, fetched, own_rows);
   p.leaves_room = leaves_room;
   require_shape(x, {p.num_tokens, p.hidden}, kFunction, "x");
   const Matrix source(x);
@@ -265,27 +187,27 @@ Outputs rank_send(const paddle::Tensor& x, const paddle::Tensor& token_rows, con
   p.token_rows = rows.data<int32_t>();
   p.arrived = const_cast<void*>(arrived.data());
   p.peers = const_cast<void*>(peers.data());
-  paddle::Tensor own_rows = arrived;
+  paddle::Tensor for_own = arrived;
   if (own == kToNewMemory) {
-    own_rows = target.empty(arrived.shape(), x.dtype());
-    prepare_pages(target, own_rows);
+    for_own = target.empty({num_ranks * p.own_rows_per_rank, p.hidden}, x.dtype());
+    prepare_pages(target, for_own);
   }
-  p.own = own == kStay ? nullptr : own_rows.data();
+  p.own = own == kStay ? nullptr : for_own.data();
   check_status(PMO_CALL(target, rank_send, &p), kFunction);
-  return {own_rows};
+  return {for_own};
 }
 
 // Sums the rows that ranks sent. Either `own` has the rows of this rank itself, or `to` already contains them. NaN if `state` is
 // marked.
 Outputs rank_receive(const paddle::Tensor& token_rows, const paddle::Tensor& arrived, const paddle::Tensor& peers,
                      const paddle::optional<paddle::Tensor>& own, const paddle::optional<paddle::Tensor>& to,
-                     const paddle::Tensor& state, int64_t num_ranks, int64_t rank, int64_t fetched) {
+                     const paddle::Tensor& state, int64_t num_ranks, int64_t rank, int64_t fetched, int64_t own_rows) {
   const Target target(kFunction, {&token_rows, &arrived, &peers, &state}, {own ? &*own : nullptr, to ? &*to : nullptr});
   require(own.is_initialized() != to.is_initialized(), kFunction, kEither);
   const paddle::Tensor& given = own ? *own : *to;
   pmo_rank_receive_params p = {};
-  set_exchange(&p, given, token_rows, arrived, peers, num_ranks, rank, fetched);
-  require_shape(given, {own ? arrived.shape()[0] : p.num_tokens, p.hidden}, kFunction, "the rows");
+  set_exchange(&p, given, token_rows, arrived, peers, num_ranks, rank, fetched, own_rows);
+  require_shape(given, {own ? num_ranks * p.own_rows_per_rank : p.num_tokens, p.hidden}, kFunction, "the rows");
   const Matrix source(given);
   const paddle::Tensor rows = dense(token_rows);
   paddle::Tensor out = given;

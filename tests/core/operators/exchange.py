@@ -30,6 +30,7 @@ class RankSendParams(Params):
         (Size, "x_row_stride"),
         (Int32s, "token_rows"),
         (Bytes, "arrived peers own"),
+        (Size, "own_rows_per_rank"),
         (Int, "dtype num_threads leaves_room"),
     )
 
@@ -41,7 +42,7 @@ class RankReceiveParams(Params):
         (Size, "struct_size num_tokens max_rows_per_token num_ranks rank rows_per_rank fetched hidden"),
         (Int32s, "token_rows"),
         (Bytes, "arrived peers own"),
-        (Size, "own_row_stride"),
+        (Size, "own_row_stride own_rows_per_rank"),
         (Int32s, "mark"),
         (Bytes, "out"),
         (Int, "dtype num_threads"),
@@ -51,7 +52,8 @@ class RankReceiveParams(Params):
 def _sizes(token_rows: NDArray, arrived: NDArray, num_ranks: int) -> dict[str, Any]:
     num_tokens, columns = token_rows.shape
     sizes = {"num_tokens": num_tokens, "max_rows_per_token": columns, "num_ranks": num_ranks}
-    return {**sizes, "rows_per_rank": len(arrived) // num_ranks, "hidden": arrived.shape[1]}
+    rows = len(arrived) // num_ranks
+    return {**sizes, "rows_per_rank": rows, "own_rows_per_rank": rows, "hidden": arrived.shape[1]}
 
 
 def send_params(
@@ -59,7 +61,7 @@ def send_params(
 ) -> RankSendParams:
     """Params of "rank_send". Rows of ``x`` [T, H] may lie apart."""
     arrays = {"x": x, "token_rows": token_rows, "arrived": arrived, "peers": peers, "own": own}
-    return RankSendParams(**_sizes(token_rows, arrived, num_ranks), **arrays, dtype=DTYPES[x.dtype], **more)
+    return RankSendParams(**{**_sizes(token_rows, arrived, num_ranks), **arrays, "dtype": DTYPES[x.dtype], **more})
 
 
 def receive_params(
@@ -73,7 +75,7 @@ def receive_params(
 ) -> RankReceiveParams:
     """Params of "rank_receive". Rows of ``own`` [P * S, H] may lie apart."""
     arrays = {"token_rows": token_rows, "arrived": arrived, "peers": peers, "own": own, "out": out}
-    return RankReceiveParams(**_sizes(token_rows, arrived, num_ranks), **arrays, dtype=DTYPES[out.dtype], **more)
+    return RankReceiveParams(**{**_sizes(token_rows, arrived, num_ranks), **arrays, "dtype": DTYPES[out.dtype], **more})
 
 
 def rank_send(

@@ -12,19 +12,17 @@
 // * put: values of rows -> the region at each rank, a thread per access of up to 16 bytes. take: the arrived regions -> one array,
 //   by a 2-D copy. get: the value of each slot from the region of its row's rank, a thread per slot.
 // * rows: the place of each row of a plan in the regions, a thread per row.
-// * barrier: one CTA, a thread per rank, which stores this rank's call and counter there (st.release.sys), waits for those of the
-//   other rank (ld.acquire.sys) and compares the calls.
+// * barrier: one CTA, as cuda/comm/meeting.cuh describes it.
 // * spoil: fills data with 0xFF bytes if the ranks' codes differ; all CTAs read the codes.
 //
 // All but plan and barrier are memory-bound.
 #include "pmo/ranks.h"
 
 #include <algorithm>
-#include <cstdio>
 
 #include "common/checks.h"
 #include "common/regions.h"
-#include "cuda/ptx/memory_order.cuh"
+#include "cuda/comm/meeting.cuh"
 #include "cuda/vectors.cuh"
 #include "cuda/warp.cuh"
 
@@ -301,65 +299,22 @@ int rows(const pmo_rank_rows_params& p, cudaStream_t stream) {
   return launch("place_rows", place_rows, {grid_for(p.num_rows, kThreads), kThreads}, stream, p);
 }
 
-// Marks the state and reports the calls of all ranks, unless an earlier report exists. Called by all threads, one per rank.
-__device__ void mark(const pmo_rank_barrier_params& p, const int32_t* calls, int32_t reason) {
-  const bool is_first = *static_cast<volatile int32_t*>(p.report) == 0;
-  __syncthreads();
-  if (is_first) {
-    for (int i = 0; i < PMO_CALL_WORDS; ++i) {
-      const int word = static_cast<int>(threadIdx.x) * PMO_CALL_WORDS + i;
-      p.report[1 + word] = calls[word];
-    }
-  }
-  __threadfence_system();
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  p.state[1] = 1;
-  if (is_first) *static_cast<volatile int32_t*>(p.report) = reason;
-}
-
-// The call of this rank, passed by value.
-struct Call {
-  int32_t words[PMO_CALL_WORDS];
-};
-
 __global__ void wait_for_ranks(const __grid_constant__ pmo_rank_barrier_params p, const __grid_constant__ Call own) {
   const int rank = static_cast<int>(threadIdx.x);
   if (p.forward_calls != nullptr && __syncthreads_or(!runs_backward(p, rank))) {
     mark(p, p.forward_calls, PMO_GRADIENT_MODES_DIFFER);
     return;
   }
-  const int64_t region = int64_t{threadIdx.x} * p.region_bytes;
-  const uint32_t round = static_cast<uint32_t>(p.state[0]) + 1;
-#pragma unroll
-  for (int i = 0; i < PMO_CALL_WORDS; ++i) *call_word(p.peers, p.region_bytes, rank, round, i) = own.words[i];
-  __threadfence_system();  // orders writes of this kernel and of earlier ones
-  st_release_sys(reinterpret_cast<uint32_t*>(static_cast<char*>(p.peers) + region), round);
-  const auto* arrived = reinterpret_cast<const uint32_t*>(static_cast<const char*>(p.arrived) + region);
-  const uint64_t begin = globaltimer(), most = static_cast<uint64_t>(p.timeout_ms) * 1000000;
-  while (static_cast<int32_t>(ld_acquire_sys(arrived) - round) < 0) {
-    if (globaltimer() - begin > most) {
-      printf("paddle_moe_ops: ExpertParallel: rank %d of the group did not answer\n", rank);
-      __trap();
-    }
-    __nanosleep(40);
-  }
-  bool differs = false;
-#pragma unroll
-  for (int i = 0; i < PMO_CALL_WORDS; ++i) {
-    const int32_t word = *static_cast<volatile int32_t*>(call_word(p.arrived, p.region_bytes, rank, round, i));
-    p.calls[rank * PMO_CALL_WORDS + i] = word;
-    differs |= i + 1 < PMO_CALL_WORDS && word != own.words[i];
-  }
-  if (__syncthreads_or(differs)) mark(p, p.calls, PMO_CALLS_DIFFER);
+  const uint32_t round = next_round(p);
+  signal(p, own, round, rank);  // after the writes of earlier kernels
+  wait_for(p, round, rank);
+  if (__syncthreads_or(is_in_another_call(p, own, round, rank, p.calls))) mark(p, p.calls, PMO_CALLS_DIFFER);
   if (threadIdx.x == 0) p.state[0] = static_cast<int32_t>(round);
 }
 
 int barrier(const pmo_rank_barrier_params& p, cudaStream_t stream) {
   if (const int status = check_rank_barrier(p)) return status;
-  Call own;
-  std::copy(p.call, p.call + PMO_CALL_WORDS, own.words);
-  return launch("wait_for_ranks", wait_for_ranks, {1, static_cast<unsigned>(p.num_ranks)}, stream, p, own);
+  return launch("wait_for_ranks", wait_for_ranks, {1, static_cast<unsigned>(p.num_ranks)}, stream, p, Call(p));
 }
 
 __global__ void spoil_data(const __grid_constant__ pmo_rank_spoil_params p) {

@@ -142,7 +142,8 @@ typedef struct pmo_rank_send_params {
   const int32_t* token_rows;   // [T, C] rows of the symmetric buffers; entries outside [0, P * S) are none
   void* arrived;               // [P * S, H] the regions at this rank
   void* peers;                 // [P * S, H] this rank's regions at all ranks
-  void* own;                   // [P * S, H] target of rows r * S + i of this rank r; NULL: they are not copied
+  void* own;                   // [P * O, H] target of rows r * S + i of this rank r, row r * O + i; NULL: they are not copied
+  int64_t own_rows_per_rank;   // O, up to S
   int32_t dtype;               // PMO_FLOAT32, PMO_FLOAT16 or PMO_BFLOAT16
   int32_t num_threads;
   int32_t leaves_room;  // CUDA: not 0: leaves room for another kernel of the library to run concurrently
@@ -167,12 +168,13 @@ typedef struct pmo_rank_receive_params {
   const int32_t* token_rows;  // [T, C] rows of the symmetric buffers, -1 ends a token; entries outside [0, P * S) are skipped
   const void* arrived;        // [P * S, H]
   const void* peers;          // [P * S, H]
-  // [P * S, H] source of rows r * S + i of this rank r; NULL, only with C <= 1: out already contains them
+  // [P * O, H] source of rows r * S + i of this rank r, row r * O + i; NULL, only with C <= 1: out already contains them
   const void* own;
-  int64_t own_row_stride;  // elements
-  const int32_t* mark;     // [1] not 0: out becomes NaN; may be NULL
-  void* out;               // [T, H]
-  int32_t dtype;           // as above
+  int64_t own_row_stride;     // elements
+  int64_t own_rows_per_rank;  // O, up to S
+  const int32_t* mark;        // [1] not 0: out becomes NaN; may be NULL
+  void* out;                  // [T, H]
+  int32_t dtype;              // as above
   int32_t num_threads;
 } pmo_rank_receive_params;
 
@@ -203,6 +205,67 @@ typedef struct pmo_rank_barrier_params {
 // the state counts no barrier.
 PMO_API int pmo_rank_barrier_cpu(const pmo_rank_barrier_params* params, void* stream);
 PMO_API int pmo_rank_barrier_cuda(const pmo_rank_barrier_params* params, void* stream);
+
+// Exchange of few tokens, in one launch each way on CUDA: plan, send, barrier and receive in one. A rank sends up to L tokens to
+// each rank, and receives P * L lines of H columns, line p * L + i from row i of rank p's region. So lines lack the rows that
+// regions have to fill pages.
+#define PMO_FEW_TOKENS 256  // L at most
+#define PMO_FEW_RANKS 32    // P at most, and K
+#define PMO_FEW_EXPERTS 4096
+
+typedef struct pmo_rank_dispatch_params {
+  int64_t struct_size;
+  pmo_rank_plan_params plan;  // with L as capacity; without row_to_token, workspace and num_threads
+  pmo_rank_barrier_params barrier;
+  int64_t rank;
+  int64_t hidden;               // H
+  const void* x;                // [T, H]
+  int64_t x_row_stride;         // elements
+  void* arrived;                // [P * S, H] the regions at this rank
+  void* peers;                  // [P * S, H] this rank's regions at all ranks
+  const void* arrived_records;  // [P, plan.region_bytes] those of other ranks at this rank
+  void* tokens;                 // [P * L, H] zeros in lines without a token
+  int32_t* ids;                 // [P * L, K] counted from the first expert of this rank; -1 = an expert of another rank, or none
+  float* probs;                 // [P * L, K], 0 if the id is -1
+  int32_t* rows;                // [P * L] row p * S + i of the regions, -1 without a token
+  void* workspace;              // CUDA only
+  int64_t workspace_bytes;
+  int32_t* counter;  // CUDA only: [1] zero before the first launch, which launches leave at zero
+  int32_t dtype;     // PMO_FLOAT32, PMO_FLOAT16 or PMO_BFLOAT16
+  int32_t num_threads;
+} pmo_rank_dispatch_params;
+
+// Sends tokens to the ranks of their experts, and receives those of all ranks. If the ranks' calls differ, all floating-point
+// outputs are NaN. With up to L tokens a CUDA rank sends token t in row t of each region, so that no rank counts tokens;
+// otherwise rows follow ascending token, as in rank_plan.
+PMO_API int64_t pmo_rank_dispatch_cuda_workspace_bytes(const pmo_rank_dispatch_params* params);
+PMO_API int pmo_rank_dispatch_cpu(const pmo_rank_dispatch_params* params, void* stream);
+PMO_API int pmo_rank_dispatch_cuda(const pmo_rank_dispatch_params* params, void* stream);
+
+typedef struct pmo_rank_combine_params {
+  int64_t struct_size;
+  pmo_rank_barrier_params barrier;
+  int64_t num_tokens;          // T
+  int64_t max_rows_per_token;  // C
+  int64_t rank;
+  int64_t rows_per_rank;      // S
+  int64_t lines_per_rank;     // L
+  int64_t hidden;             // H
+  const void* lines;          // [P * L, H] parts of the sums of received tokens
+  int64_t line_stride;        // elements
+  const int32_t* rows;        // [P * L], of rank_dispatch
+  const int32_t* token_rows;  // [T, C], of rank_dispatch
+  void* arrived;              // [P * S, H] the regions at this rank
+  void* peers;                // [P * S, H] this rank's regions at all ranks
+  void* out;                  // [T, H]
+  int32_t* counter;           // as above
+  int32_t dtype;              // as above
+  int32_t num_threads;
+} pmo_rank_combine_params;
+
+// Sends the lines of received tokens back. out[t] = sum of token t's lines at all ranks, as in rank_receive.
+PMO_API int pmo_rank_combine_cpu(const pmo_rank_combine_params* params, void* stream);
+PMO_API int pmo_rank_combine_cuda(const pmo_rank_combine_params* params, void* stream);
 
 typedef struct pmo_rank_spoil_params {
   int64_t struct_size;
