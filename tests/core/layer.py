@@ -84,6 +84,8 @@ class LayerParams(Params):
         (Floats, "turned_gate_up_scales"),
         (Bytes, "turned_down_codes"),
         (Floats, "turned_down_scales"),
+        (Int32s, "slot_to_row"),
+        (Size, "topk"),
         (Int, "sizes_kind offsets_kind transpose clears_hidden gate_up_accumulation down_accumulation"),
     )
 

@@ -196,3 +196,28 @@ def test_chunks_of_columns(core: Core, rng: np.random.Generator, format: str) ->
     gemm = Gemm(rng, GemmCase(ExpertRows([70, 0, 41]), 160, 400), Result.PLAIN, format)
     for first_column, width in ((0, 128), (128, 264), (384, 16)):
         gemm.check(core, first_column=first_column, width=width)
+
+
+@pytest.mark.parametrize("topk", [1, 3, 9])
+@pytest.mark.parametrize("case", ["one row", "a few rows", "gaps between experts, and rows after them"])
+@BY_FORMAT
+def test_weights_of_slots_are_those_of_their_rows(
+    core: Core, rng: np.random.Generator, format: str, case: str, topk: int
+) -> None:
+    gemm = Gemm(rng, CASES[case], Result.PLAIN, format)
+    rows, slots = gemm.rows.total, TOKENS * topk
+    chosen = rng.permutation(slots)[: rows - rows // 4]  # the other rows have no slot
+    slot_to_row, row_to_token = np.full(slots, -1, np.int32), np.full(rows, -1, np.int32)
+    slot_to_row[chosen] = rng.permutation(rows)[: len(chosen)]
+    row_to_token[slot_to_row[chosen]] = chosen // topk
+    row_to_token[row_to_token < 0] = rng.choice([-1, 0, TOKENS, 2**30], (row_to_token < 0).sum())
+    by_slot = rng.random(slots, np.float32)
+    gemm.weights = np.zeros(rows, np.float32)
+    gemm.weights[slot_to_row[chosen]] = by_slot[chosen]
+    maps = {"slot_to_row": slot_to_row, "row_to_token": row_to_token, "num_tokens": TOKENS, "topk": topk}
+    with guarded_outputs() as output:
+        expected = gemm.few_rows(output)
+        core.run("grouped_product", expected)
+        got = gemm.few_rows(output, **maps, weights=by_slot)
+        core.run("grouped_product", got)
+        assert_same_bits(got.arrays["out"], expected.arrays["out"])

@@ -37,6 +37,15 @@ int check_few_rows(const pmo_grouped_product_params& p) {
   return PMO_OK;
 }
 
+// Weights of slots, which the kernel for few rows reads.
+int check_slots(const pmo_grouped_product_params& p) {
+  PMO_REQUIRE(p.result == PMO_GROUPED_PLAIN && p.weights != nullptr, "slot_to_row", "NULL without weights");
+  PMO_REQUIRE_SLOTS(p.num_tokens, p.topk, "topk");
+  PMO_REQUIRE_ARRAY(p.slot_to_row, p.num_tokens * p.topk, "slot_to_row");
+  PMO_REQUIRE_ARRAY(p.row_to_token, p.num_rows, "row_to_token");
+  return PMO_OK;
+}
+
 // Scales and kinds of codes that the kernel for few rows reads.
 int check_codes(const pmo_grouped_product_params& p) {
   PMO_REQUIRE(p.matrix_format >= PMO_MATRIX_INT8 && p.matrix_format <= PMO_MATRIX_FLOAT8_128X128, "matrix_format",
@@ -95,6 +104,9 @@ int check_grouped_product(const pmo_grouped_product_params& p) {
     if (p.matrix_scales != nullptr) {
       if (const int status = check_codes(p)) return status;
     }
+    if (p.slot_to_row != nullptr) {
+      if (const int status = check_slots(p)) return status;
+    }
   } else {
     PMO_REQUIRE_ARRAY(p.first, p.num_experts, "first");
     PMO_REQUIRE_ARRAY(p.stop, p.num_experts, "stop");
@@ -102,6 +114,7 @@ int check_grouped_product(const pmo_grouped_product_params& p) {
     PMO_REQUIRE_ARRAY(p.window, 2, "window");
     if (p.tile_rows == PMO_GROUPED_TURNED_ROWS) PMO_REQUIRE_ARRAY(p.counters, 2, "counters");
     PMO_REQUIRE(p.matrix_scales == nullptr, "matrix_scales", "NULL unless tile_rows is PMO_GROUPED_FEW_ROWS");
+    PMO_REQUIRE(p.slot_to_row == nullptr, "slot_to_row", "NULL unless tile_rows is PMO_GROUPED_FEW_ROWS");
   }
   if (p.gathers == 0) return PMO_OK;
   PMO_REQUIRE(p.result != PMO_GROUPED_PLAIN, "gathers", "0 for a plain result");

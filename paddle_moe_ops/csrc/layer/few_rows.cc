@@ -32,6 +32,10 @@ class FewRowsPass : public Pass {
     pmo_grouped_product_params g = {};
     g.result = PMO_GROUPED_PLAIN;
     g.weights = p_.weights;
+    g.slot_to_row = p_.slot_to_row;
+    g.topk = p_.topk;
+    g.num_tokens = f_.num_tokens;
+    g.row_to_token = p_.row_to_token;
     PMO_TRY(set_matrix(p_.down, down(), p_.down_codes, &g));
     return each_columns([&](const Columns& columns) {
       // The launch before the first one made A, and nothing else that this one reads.

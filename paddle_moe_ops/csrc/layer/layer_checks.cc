@@ -75,6 +75,11 @@ int check_layer(const pmo_layer_facts& f, const pmo_layer_params& p) {
   } else if (f.part == PMO_LAYER_WGRADS) {
     PMO_REQUIRE(p.d_x == nullptr, "d_x", "NULL with PMO_LAYER_WGRADS");
   }
+  if (p.slot_to_row != nullptr) {
+    PMO_REQUIRE(f.num_rows == 0 || plan_of(f).sum_tile_rows == PMO_GROUPED_FEW_ROWS, "slot_to_row",
+                "NULL unless the plan has PMO_GROUPED_FEW_ROWS");
+    PMO_REQUIRE_SLOTS(f.num_tokens, p.topk, "topk");
+  }
   PMO_REQUIRE(is_16_bytes(p.workspace), "workspace", "an array at a multiple of 16 bytes");
   PMO_REQUIRE(is_backward || p.out != nullptr || f.num_tokens == 0, "out", "an array");
   const auto is_accumulation = [](int32_t value) { return value >= PMO_GROUPED_OVERWRITES && value <= PMO_GROUPED_ADDS_FLOAT32; };

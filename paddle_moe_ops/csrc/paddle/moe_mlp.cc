@@ -57,14 +57,6 @@ const Target& checked(const Target& target, const MlpAttributes& a, const MlpOpe
   return target;
 }
 
-// The weight of each row, dense.
-paddle::Tensor weights_by_row(const Target& target, const MlpAttributes& a, const MlpOperands& o) {
-  if (!a.by_slot) return dense(o.weights);
-  paddle::Tensor by_row = target.empty_float32(o.row_to_token.shape());
-  scatter_slots(target, kMoeMlp, o.slot_to_row, o.weights, false, &by_row);
-  return by_row;
-}
-
 ExpertMatrices matrices_of(const MlpAttributes& a, const MlpOperands& o, const paddle::Tensor& matrices,
                            const paddle::Tensor* scales, int64_t inner, int64_t outer) {
   if (scales == nullptr) return ExpertMatrices(matrices);
@@ -112,12 +104,22 @@ ExpertLayer::ExpertLayer(const MlpAttributes& attributes, const MlpOperands& ope
                            operands.x.shape()[1], 2 * inner_of(attributes, operands))),
       down_(matrices_of(attributes, operands, operands.down, operands.scales ? &operands.scales->down : nullptr,
                         inner_of(attributes, operands), operands.x.shape()[1])),
+      by_slot_(attributes.by_slot),
       row_to_token_(dense(operands.row_to_token)),
-      row_weights_(weights_by_row(target_, attributes, operands)),
       hidden_size(operands.x.shape()[1]),
       inner(inner_of(attributes, operands)),
       has_kernels_(
           layer_has_kernels(target_, operands.x.dtype(), num_rows(), operands.down.shape()[0], hidden_size, inner, float8)) {}
+
+const paddle::Tensor& ExpertLayer::row_weights() const {
+  if (!row_weights_.defined() && by_slot_) {
+    row_weights_ = target_.empty_float32(operands_.row_to_token.shape());
+    scatter_slots(target_, kMoeMlp, operands_.slot_to_row, operands_.weights, false, &row_weights_);
+  } else if (!row_weights_.defined()) {
+    row_weights_ = dense(operands_.weights);
+  }
+  return row_weights_;
+}
 
 paddle::Tensor ExpertLayer::outputs(pmo_layer_hidden keep, bool clears, const MatrixCodes& codes, Kept* kept) const {
   if (!has_kernels_) {
@@ -182,7 +184,7 @@ void ExpertLayer::backward(const MlpAttributes& a, const Kept& kept, const paddl
     p.scaled = deferred->scaled.data();
     if (!has_values) p.d_hidden = deferred->d_hidden.data();
   }
-  p.d_weights = static_cast<float*>(wanted(3, a.need_weights_grad, row_weights_));
+  p.d_weights = static_cast<float*>(wanted(3, a.need_weights_grad, row_weights()));
   f.needs_d_weights = a.need_weights_grad;
   if (kept.values.defined()) {
     f.keeps_hidden = kept.scales.defined() ? PMO_LAYER_KEEPS_CODES : PMO_LAYER_KEEPS;
@@ -269,7 +271,14 @@ void ExpertLayer::run([[maybe_unused]] pmo_layer_facts f, [[maybe_unused]] pmo_l
     p.gate_up = gate_up.data();
     p.down = down.data();
   }
-  p.weights = row_weights_.data<float>();
+  const bool reads_slots = by_slot_ && plan.sum_tile_rows == PMO_GROUPED_FEW_ROWS;
+  const paddle::Tensor slot_to_row = reads_slots ? dense(o.slot_to_row) : paddle::Tensor();
+  const paddle::Tensor weights = reads_slots ? dense(o.weights) : row_weights();
+  if (reads_slots) {
+    p.slot_to_row = slot_to_row.data<int32_t>();
+    p.topk = slot_to_row.shape()[1];
+  }
+  p.weights = weights.data<float>();
   p.token_rows = token_rows.data<int32_t>();
   p.row_to_token = row_to_token_.data<int32_t>();
   p.sizes = sizes.data();
@@ -306,7 +315,7 @@ paddle::Tensor ExpertLayer::rows_of(const paddle::Tensor& tokens) const {
 
 paddle::Tensor ExpertLayer::sums_of(const paddle::Tensor& rows, bool weighted) const {
   Weights weights;
-  if (weighted) weights.values = &row_weights_;
+  if (weighted) weights.values = &row_weights();
   return sum_rows(target_, kMoeMlp, rows, operands_.token_rows, weights);
 }
 
@@ -333,7 +342,7 @@ ExpertLayer::ActivationGradients ExpertLayer::swiglu_backward(const paddle::Tens
   p.width = inner;
   p.hidden = hidden.data();
   p.row_to_token = row_to_token_.data<int32_t>();
-  p.weights = row_weights_.data<float>();
+  p.weights = row_weights().data<float>();
   p.d_hidden = gradients.d_hidden.data();
   p.scaled = scaled.data();
   p.d_weights = gradients.d_weights.data<float>();

@@ -136,6 +136,7 @@ class ExpertLayer {
                          Outputs* gradients, Deferred* deferred) const;
   void composed_wgrads(const MlpAttributes& attributes, ActivationGradients activation, const paddle::Tensor& d_out,
                        Outputs* gradients) const;
+  const paddle::Tensor& row_weights() const;
   // Memory for the gradients of the matrices that the attributes want, or the sums that they are added to.
   void set_wgrads(const MlpAttributes& attributes, const Sums& sums, Outputs* gradients, pmo_layer_params* params) const;
   // The plan of a pass of which the caller has set the kind, and the other facts.
@@ -149,8 +150,10 @@ class ExpertLayer {
   const MlpOperands operands_;
   const Grouped groups_;
   const ExpertMatrices gate_up_, down_;
-  // Dense per-row arrays: the row's token, and the row's weight.
-  const paddle::Tensor row_to_token_, row_weights_;
+  const bool by_slot_;
+  // Dense per-row arrays: the row's token, and the row's weight once row_weights() was called.
+  const paddle::Tensor row_to_token_;
+  mutable paddle::Tensor row_weights_;
 
  public:
   const int64_t hidden_size, inner;

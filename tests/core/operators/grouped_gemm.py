@@ -89,6 +89,8 @@ class ProductParams(Params):
         (Float, "amax_min"),
         (Bytes, "sizes offsets"),
         (Floats, "matrix_scales"),
+        (Int32s, "slot_to_row"),
+        (Size, "num_tokens topk"),
     )
 
 

@@ -139,7 +139,7 @@ int few_rows_gemm(const pmo_grouped_product_params& p, cudaStream_t stream) {
   a.offsets = p.offsets;
   a.sizes_kind = p.sizes_kind;
   a.offsets_kind = p.offsets_kind;
-  a.weights = p.weights;
+  a.weights = {p.weights, p.slot_to_row, p.row_to_token, static_cast<int>(p.num_tokens), static_cast<int>(p.topk)};
   a.matrix_scales = p.matrix_scales;
   a.out = p.out;
   a.num_rows = static_cast<int>(p.num_rows);

@@ -30,11 +30,31 @@ constexpr int kFewRowsBufferBytes = 2 * kSubtileBytes;  // subtiles of 16 rows x
 template <pmo_grouped_result kEpilogue>
 constexpr int kFewRowsColumns = kEpilogue == PMO_GROUPED_GATED ? 64 : 128;  // of the result, per tile
 
+// Weights of rows, or of slots [T, K] if `slot_to_row` is given.
+struct RowWeights {
+  const float* weights;  // may be null: 1
+  const int32_t *slot_to_row, *row_to_token;
+  int num_tokens, topk;
+
+  __device__ float of(int row) const {
+    if (weights == nullptr) return 1.0f;
+    if (slot_to_row == nullptr) return __ldg(weights + row);
+    const int token = __ldg(row_to_token + row);
+    if (token < 0 || token >= num_tokens) return 0.0f;
+    const int64_t first = int64_t{token} * topk;
+    int found = -1;  // a token's slots have different rows
+#pragma unroll 4
+    for (int k = 0; k < topk; ++k) found = __ldg(slot_to_row + first + k) == row ? k : found;
+    return found < 0 ? 0.0f : __ldg(weights + first + found);
+  }
+};
+
 struct FewRowsParams {
   CUtensorMap matrix;
   GatheredRows source;  // row_to_token may be null
   const void *sizes, *offsets;
-  const float *weights, *matrix_scales;
+  RowWeights weights;
+  const float* matrix_scales;
   void* out;
   int32_t sizes_kind, offsets_kind;
   int num_rows, num_experts, inner, first_column, width;
@@ -180,6 +200,12 @@ __device__ inline void results_of(const float (&d)[kFewRowsAccumulators], int su
   }
 }
 
+// Weights of a tile's rows: 1 unless the result is plain.
+template <pmo_grouped_result kEpilogue>
+__device__ inline TileRowWeights few_row_weights(const FewRowsParams& p, const SwapAbTile& tile) {
+  return TileRowWeights(tile, [&](int row) { return kEpilogue == PMO_GROUPED_PLAIN ? p.weights.of(row) : 1.0f; });
+}
+
 // Epilogue of a consumer warpgroup that has both boxes of a tile. `which` is the buffer of the next subtile.
 template <pmo_grouped_result kEpilogue, typename T, typename Stages>
 __device__ inline void store_tile(const FewRowsParams& p, const float (&d)[kFewRowsAccumulators], const SwapAbTile& tile,
@@ -217,7 +243,7 @@ __device__ inline void consume_tiles(const FewRowsParams& p, const Shared& share
   const SubtileLane lane;
   int which = 0;
   for_each_tile(p, shared, kFewRowsColumns<kEpilogue>, [&](const SwapAbTile& tile) {
-    const TileRowWeights weights(kEpilogue == PMO_GROUPED_PLAIN ? p.weights : nullptr, tile);
+    const TileRowWeights weights = few_row_weights<kEpilogue>(p, tile);
     float d[kFewRowsAccumulators];
     switch ((tile.rows + kSubtileRows - 1) / kSubtileRows) {
       case 1:

@@ -297,7 +297,7 @@ __device__ inline void consume_codes(const FewRowsParams& p, Shared<kBits>& shar
   Mainloop<kEpilogue, kBits, kGrouped, T> mainloop = {p, shared, stages, warp};
   int which = 0;
   for_each_tile(p, shared, kFewRowsColumns<kEpilogue>, [&](const SwapAbTile& tile) {
-    const TileRowWeights weights(kEpilogue == PMO_GROUPED_PLAIN ? p.weights : nullptr, tile);
+    const TileRowWeights weights = few_row_weights<kEpilogue>(p, tile);
     float d[kFewRowsAccumulators / 2];
     if (tile.rows <= 8) {
       mainloop.template run<1>(d, tile);

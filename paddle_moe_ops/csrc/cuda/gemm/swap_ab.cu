@@ -153,7 +153,8 @@ __device__ inline void consume_tiles(const SwapAbParams& p, SwapAbShared& shared
   SwapAbQueue::State slot;
   for (SwapAbTile next = shared.queue.pop(slot); next.rows > 0; ++count) {
     const SwapAbTile tile = next;
-    const TileRowWeights weights(kEpilogue == PMO_GROUPED_PLAIN ? p.weights : nullptr, tile);
+    const float* const of_rows = kEpilogue == PMO_GROUPED_PLAIN ? p.weights : nullptr;
+    const TileRowWeights weights(tile, [&](int row) { return of_rows != nullptr ? __ldg(of_rows + row) : 1.0f; });
     float d[kSwapAbAccumulators];
     int last = 0;
 #define PMO_SUBTILES(SUBTILES)                                                                                                \

@@ -22,11 +22,13 @@ namespace cuda {
 struct TileRowWeights {
   float held[kSwapAbRows / kWarpSize];
 
-  __device__ TileRowWeights(const float* weights, const SwapAbTile& tile) {
+  // weight_of(row) is called for rows of the tile.
+  template <typename Weight>
+  __device__ TileRowWeights(const SwapAbTile& tile, Weight weight_of) {
 #pragma unroll
     for (int i = 0; i < kSwapAbRows / kWarpSize; ++i) {
       const int row = i * kWarpSize + threadIdx.x % kWarpSize;
-      held[i] = weights != nullptr && row < tile.rows ? __ldg(weights + tile.row + row) : 1.0f;
+      held[i] = row < tile.rows ? weight_of(tile.row + row) : 1.0f;
     }
   }
 

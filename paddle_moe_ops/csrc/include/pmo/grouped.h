@@ -76,6 +76,11 @@ typedef struct pmo_grouped_product_params {
   // NULL, or the scales of a matrix of codes (pmo/matrices.h), which are transposed. Float8: rows of x are quantised by the rule of
   // pmo_quantize_params, and Y is that of pmo_grouped_float8_params; the dtype is bfloat16.
   const float* matrix_scales;
+  // NULL, or [num_tokens, topk] rows of slots: then `weights` are [num_tokens, topk]. Row r has the weight of the slot of token
+  // row_to_token[r] that has this row, 0 if there is none.
+  const int32_t* slot_to_row;
+  int64_t num_tokens;
+  int64_t topk;
 } pmo_grouped_product_params;
 
 PMO_API int pmo_grouped_product_cuda(const pmo_grouped_product_params* params, void* stream);

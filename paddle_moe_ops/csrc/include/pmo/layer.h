@@ -107,7 +107,7 @@ typedef struct pmo_layer_params {
   int64_t x_row_stride;         // a multiple of 8, at least d
   const void* gate_up;          // W1 [E, d, 2n], or [E, 2n, d] with `transpose`; gates first
   const void* down;             // W2 [E, n, d], or [E, d, n]
-  const float* weights;         // [M] or NULL
+  const float* weights;         // [M] or NULL; with slot_to_row [T, K]
   const int32_t* token_rows;    // [T, W] rows of each token; the first -1 ends a token
   const int32_t* row_to_token;  // [M], negative for none
   const void* sizes;            // [E] rows of each expert, of sizes_kind
@@ -126,7 +126,9 @@ typedef struct pmo_layer_params {
   void* d_hidden;            // [M, 2n]: dH, likewise, for d_gate_up; PMO_LAYER_DGRADS leaves it in `hidden` if that has values
   // As facts.has_codes says. Forward: of both matrices. Backward: turned; gate_up_codes only if H is recomputed.
   pmo_layer_codes gate_up_codes, down_codes, turned_gate_up_codes, turned_down_codes;
-  int32_t sizes_kind;  // PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64
+  const int32_t* slot_to_row;  // NULL, or [T, K] rows of slots, whose weights are given; with the kernel for few rows only
+  int64_t topk;                // K of slot_to_row
+  int32_t sizes_kind;          // PMO_ROUTING_IDS32 or PMO_ROUTING_IDS64
   int32_t offsets_kind;
   int32_t transpose;
   int32_t clears_hidden;         // forward: whether H gets zeros in rows of no expert; not for codes
