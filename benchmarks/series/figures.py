@@ -122,7 +122,11 @@ def _exchanges(lines: _Lines) -> Iterator[Figure]:
         ours = line["what"].startswith(("dispatch", "combine", "layer"))
         shape = f"{line['shape']}, {line['tokens']}"
         name = f"expert parallel: {line['what']}"
-        if "tflops" in line:
+        if "launches" in line:  # of few tokens, whose exchanges take a time, not bytes
+            ours = line["launches"] == "one"
+            name += f" of few tokens, launches: {line['launches']}"
+            yield Figure(name, shape, line["tokens"] / line["us"], "tokens/us", ours)
+        elif "tflops" in line:
             yield Figure(name, shape, line["tflops"], "TFLOP/s", ours)
         elif line["what"] != "layer" and "fetched" not in line:
             yield Figure(name, shape, line["bytes"] / line["us"] / 1e3, "GB/s", ours)
@@ -153,6 +157,7 @@ _READERS: dict[str, Callable[[_Lines], Iterator[Figure]]] = {
     "serving": _serving,
     "loss-curves": lambda lines: iter(()),  # no speeds
     "expert-parallel": _exchanges,
+    "expert-parallel-few": _exchanges,
     "expert-parallel-timeline": _timelines,
 }
 

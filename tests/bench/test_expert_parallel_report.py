@@ -64,6 +64,28 @@ def recorded(tmp_path):
     return write
 
 
+def test_few_tokens_have_a_section_with_both_ways(tmp_path):
+    path = tmp_path / "h200x2-expert-parallel-few.jsonl"
+    whats, ways = ("dispatch", "combine", "layer_forward"), ("one", "several")
+    timed = [
+        {
+            "shape": "dsv3",
+            **SIZES,
+            "tokens": 16,
+            "what": what,
+            "launches": way,
+            "us": 10.0 * (1 + i) + j,
+            "eager_us": 99.6 + j,
+        }
+        for i, what in enumerate(whats)
+        for j, way in enumerate(ways)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [MACHINE, *timed]))
+    (row,) = [line.strip("| ").split(" | ") for line in report.few([path]).splitlines() if line.startswith("| dsv3")]
+    assert row == ["dsv3", "16", "10 / 11", "20 / 21", "30 / 31", "100 / 101"]
+    assert report.few([]) == ""
+
+
 def test_the_table_has_the_slowest_ranks_times_and_what_it_waited(recorded):
     rows = [line.strip("| ").split(" | ") for line in section(recorded()).splitlines() if line.startswith("| dsv3")]
     # forward: five steps of 120 us, which end at 650; backward: three
