@@ -47,6 +47,7 @@ _TESTS_OF_OPERATORS = {
     "moe_permute_op": _tests("ops", "moe_permute", "patch_paddle", "second_order"),
     "moe_unpermute_op": _tests("ops", "moe_unpermute", "patch_paddle", "second_order"),
     "movement": (*_MOVEMENT, *_tests("ops", "rank_operators")),
+    "index_add_op": _tests("ops", "paddlefleet", "dygraph_operators"),
     "paddle_float8_op": _tests("ops", "paddle_fp8_quantize", "paddle_fp8_products", "incubate_quant"),
     "permute_op": _tests("ops", "permute", "second_order"),
     "unpermute_op": _tests("ops", "unpermute", "second_order"),
