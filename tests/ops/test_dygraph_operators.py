@@ -22,6 +22,19 @@ def tokens(*numbers: int, dtype: str = "int64") -> paddle.Tensor:
     return paddle.to_tensor(numbers, dtype)
 
 
+def gemm(**changes: paddle.Tensor) -> list[paddle.Tensor]:
+    """Arguments of the GEMM of codes [3, 256] and [130, 256]."""
+    codes, scales = "float8_e4m3fn", "float32"
+    good = {
+        "a": paddle.ones([3, 256]).astype(codes),
+        "a_decode_scale": zeros(3, 2, dtype=scales),
+        "b": paddle.ones([130, 256]).astype(codes),
+        "b_decode_scale": zeros(2, 2, dtype=scales),
+        "sizes": tokens(3),
+    }
+    return list({**good, **changes}.values())
+
+
 SQUARE, WIDE, PROBS = (128, 128), (3, 256), (3,)
 CALLS = {
     "a stack of vectors": ("paddle_quantize_stack", lambda: ([zeros(128)], False), r"x\[0\] must be"),
@@ -58,6 +71,23 @@ CALLS = {
         lambda: (zeros(*WIDE), zeros(3, 64), zeros(*PROBS, dtype="float32")),
         "do2_s must be",
     ),
+    "codes of bfloat16": ("paddle_float8_gemm", lambda: gemm(a=zeros(3, 256)), "a must be float8_e4m3fn"),
+    "codes of another depth": (
+        "paddle_float8_gemm",
+        lambda: gemm(b=paddle.ones([130, 128]).astype("float8_e4m3fn")),
+        r"b must be of shape \[any, 256\]",
+    ),
+    "scales of rows by group": (
+        "paddle_float8_gemm",
+        lambda: gemm(a_decode_scale=zeros(2, 3, dtype="float32")),
+        r"a_decode_scale must be of shape \[3, 2\]",
+    ),
+    "scales of blocks in bfloat16": (
+        "paddle_float8_gemm",
+        lambda: gemm(b_decode_scale=zeros(2, 2)),
+        "b_decode_scale must be float32",
+    ),
+    "two sizes": ("paddle_float8_gemm", lambda: gemm(sizes=tokens(1, 2)), r"sizes must be of shape \[1\]"),
     "rows of rank 1": (
         "index_add",
         lambda: ([zeros(4, 8)], zeros(8), tokens(0), 4),

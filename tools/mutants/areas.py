@@ -49,6 +49,7 @@ _TESTS_OF_OPERATORS = {
     "movement": (*_MOVEMENT, *_tests("ops", "rank_operators")),
     "index_add_op": _tests("ops", "paddlefleet", "dygraph_operators"),
     "paddle_float8_op": _tests("ops", "paddle_fp8_quantize", "paddle_fp8_products", "incubate_quant"),
+    "paddle_float8_gemm_op": _tests("ops", "paddle_fp8_products", "dygraph_operators"),
     "permute_op": _tests("ops", "permute", "second_order"),
     "unpermute_op": _tests("ops", "unpermute", "second_order"),
     "sort_chunks_op": _tests("ops", "sort_chunks", "second_order"),
