@@ -17,11 +17,15 @@ import paddle
 from paddle import Tensor
 from paddle.base.core import set_eval_frame
 from paddle.jit import ignore_module, not_to_static
-from paddle.jit.dy2static.parameter_recorder import _global_inplace_map, _global_parameter_recorder
 from paddle.jit.dy2static.program_translator import _program_hash
 from paddle.jit.marker import unified
 
 from ._native import native
+
+try:
+    from paddle.jit.dy2static.parameter_recorder import _global_inplace_map, _global_parameter_recorder
+except ImportError:  # Paddle 3.2
+    from paddle.jit.pir_dy2static.parameter_recorder import _global_inplace_map, _global_parameter_recorder
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

@@ -11,17 +11,14 @@ PADDLE_MOE_OPS_VALIDATE=1, on a GPU; otherwise they count as -1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import paddle
-from numpy.typing import NDArray
 from paddle import Tensor
 
 from .. import _checks
 from .._graphs import filled, is_graph_value, public, to_dtype
-from ..backends import Validation, resolve
+from ..backends import MoeUnpermuteSpec, Validation, direct, resolve
 from ..functional import movable_scale
 from .row_maps import read_rowmap
 
@@ -140,7 +137,8 @@ def tokens_zip_unique_add(x_zipped: Tensor, x_unzipped: Tensor, idx_unzipped: Te
     """Add rows to their tokens, in place: ``x_zipped[idx_unzipped[i]] += x_unzipped[i]``.
 
     In the dtype of ``x_zipped``, to which the rows are cast first; one rounding for each addition. Rows are added in
-    ascending order if tokens repeat. Host synchronisation: on a GPU one, to read ``idx_unzipped``.
+    ascending order if tokens repeat: the same bits on every device. No host synchronisation, except under validation on
+    a GPU.
 
     Args:
         x_zipped: [T, H] float32 or bfloat16, written in place; [0, H] stands for zeros.
@@ -155,14 +153,14 @@ def tokens_zip_unique_add(x_zipped: Tensor, x_unzipped: Tensor, idx_unzipped: Te
     _dygraph(name, x_zipped=x_zipped, x_unzipped=x_unzipped, idx_unzipped=idx_unzipped)
     rows = _checks.integer(name, "zipped_rows", zipped_rows, -(2**31))
     _checks.rows(name, "x_zipped", x_zipped, _VALUE_DTYPES, "num_tokens")
-    tokens = _addends(name, x_zipped, "x_zipped", x_unzipped, idx_unzipped, rows)
+    _check_addends(name, x_zipped, "x_zipped", x_unzipped, idx_unzipped, rows)
     if rows <= 0:
         return x_zipped
     if x_zipped.shape[0] == 0:
         x_zipped = filled([rows, x_zipped.shape[1]], 0.0, x_zipped.dtype, x_zipped)
     elif x_zipped.shape[0] != rows:
         _checks.bad_value(name, "x_zipped", f"of {rows} rows, as zipped_rows says, or of none", list(x_zipped.shape))
-    _add([x_zipped], rows, x_unzipped, tokens)
+    _add([x_zipped], rows, x_unzipped, idx_unzipped)
     return x_zipped
 
 
@@ -188,7 +186,7 @@ def tokens_zip_unique_add_subbatch(
     rows = _checks.integer(name, "zipped_rows", zipped_rows, -(2**31))
     size = _checks.integer(name, "subbatch_rows", subbatch_rows, -(2**31))
     first = _checks.rows(name, "x_zipped[0]", pieces[0], _VALUE_DTYPES, "num_tokens")
-    tokens = _addends(name, first, "x_zipped[0]", x_unzipped, idx_unzipped, rows)
+    _check_addends(name, first, "x_zipped[0]", x_unzipped, idx_unzipped, rows)
     if rows <= 0:
         return pieces
     size = min(size, rows) if size > 0 else rows
@@ -202,7 +200,7 @@ def tokens_zip_unique_add_subbatch(
         argument = f"x_zipped[{number}]"
         _checks.tensor(name, argument, piece, (first.dtype,), [count, first.shape[1]])
         _checks.same_place(name, x_unzipped=x_unzipped, **{argument: piece})
-    _add(pieces, size, x_unzipped, tokens)
+    _add(pieces, size, x_unzipped, idx_unzipped)
     return pieces
 
 
@@ -338,10 +336,8 @@ def _check_places(function: str, rowmap: Tensor, is_outside: Tensor, counts: lis
         _checks.bad_value(function, "tokens_per_expert", expected, f"{counts}, or padding_multiplex is not the map's")
 
 
-def _addends(
-    function: str, zipped: Tensor, argument: str, rows: Tensor, index: Tensor, num_tokens: int
-) -> NDArray[np.int64]:
-    """Check rows that are to be added, and read their tokens."""
+def _check_addends(function: str, zipped: Tensor, argument: str, rows: Tensor, index: Tensor, num_tokens: int) -> None:
+    """Check rows that are to be added, and their tokens."""
     dtypes = (paddle.bfloat16,) if zipped.dtype == paddle.bfloat16 else _VALUE_DTYPES
     _checks.tensor(function, "x_unzipped", rows, dtypes, ["num_rows", zipped.shape[1]])
     _checks.tensor(function, "idx_unzipped", index, _checks.ID_DTYPES, ["n"])
@@ -349,46 +345,22 @@ def _addends(
     if index.shape[0] > rows.shape[0]:
         expected = f"of at most {rows.shape[0]} tokens, the rows of x_unzipped"
         _checks.bad_value(function, "idx_unzipped", expected, index.shape[0])
-    tokens = index.numpy().astype(np.int64)
-    if num_tokens > 0 and tokens.max(initial=-1) >= num_tokens:
-        expected = f"of tokens below {num_tokens}, as zipped_rows says"
-        _checks.bad_value(function, "idx_unzipped", expected, int(tokens.max()))
-    return tokens
+    if num_tokens > 0 and _checks.validation(function, None, index) > Validation.OFF:
+        largest = index.numpy().max(initial=-1)
+        if largest >= num_tokens:
+            expected = f"of tokens below {num_tokens}, as zipped_rows says"
+            _checks.bad_value(function, "idx_unzipped", expected, int(largest))
 
 
-def _add(pieces: list[Tensor], size: int, rows: Tensor, tokens: NDArray[np.int64]) -> None:
+def _add(pieces: list[Tensor], size: int, rows: Tensor, index: Tensor) -> None:
     """Add rows to tokens that are in pieces of a size, in place."""
-    for chosen in _without_repeats(tokens):
-        for number in np.unique(tokens[chosen] // size):
-            own = chosen[tokens[chosen] // size == number]
-            addends = rows
-            if not np.array_equal(own, np.arange(rows.shape[0])):
-                addends = paddle.gather(rows, paddle.to_tensor(own, place=rows.place))
-            places = paddle.to_tensor(tokens[own] - number * size, place=rows.place)
-            _add_to_piece(pieces[number], places, addends)
-
-
-def _without_repeats(tokens: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Rows that have tokens: first the first row of each token, then the second, and so on."""
-    has_token = np.flatnonzero(tokens >= 0)
-    order = has_token[np.argsort(tokens[has_token], kind="stable")]
-    ascending = tokens[order]
-    turns = np.empty_like(tokens)
-    turns[order] = np.arange(len(order)) - np.searchsorted(ascending, ascending)
-    for turn in range(int(turns[has_token].max(initial=-1)) + 1):
-        yield has_token[turns[has_token] == turn]
-
-
-def _add_to_piece(zipped: Tensor, places: Tensor, addends: Tensor) -> None:
-    """Add rows to different tokens in place. Paddle's `index_add_` takes no bfloat16 on a CPU."""
-    if zipped.dtype == paddle.float32 or not zipped.place.is_cpu_place():
-        paddle.index_add_(zipped, places, 0, to_dtype(addends, zipped.dtype))
-        return
-    sums = (paddle.gather(zipped, places).astype("float32") + addends.astype("float32")).astype(zipped.dtype)
-    if zipped.is_contiguous() and zipped.shape[1] % 2 == 0:  # `scatter_` takes pairs of bfloat16 as int32
-        paddle.scatter_(zipped.view("int32"), places, sums.view("int32"))
-    else:
-        paddle.index_put_(zipped, (places,), sums)
+    targets = [piece if piece.is_contiguous() else piece.clone() for piece in pieces]
+    direct("index_add", targets, rows, index, size)
+    for piece, target in zip(pieces, targets, strict=True):
+        if target is piece:
+            piece._bump_inplace_version()
+        else:
+            paddle.assign(target, piece)
 
 
 def _slot_values(function: str, parts: Any, rowmap: Tensor, ids: Tensor) -> Tensor:
@@ -402,22 +374,12 @@ def _slot_values(function: str, parts: Any, rowmap: Tensor, ids: Tensor) -> Tens
     _dygraph(function, dispatched_indices=ids)
     _checks.tensor(function, "dispatched_indices", ids, _checks.ID_DTYPES, [rowmap.shape[0], "topk"])
     _checks.same_place(function, zipped_expertwise_rowmap=rowmap, dispatched_indices=ids)
-    values = paddle.concat([part.flatten() for part in (*parts, filled([1], 0.0, dtype, rowmap))])
-    num_rows, num_experts = values.shape[0] - 1, rowmap.shape[1]
-    if _checks.validation(function, None, rowmap) > Validation.OFF:
-        _check_range(function, "dispatched_indices", ids, num_experts)
-        _check_range(function, "zipped_expertwise_rowmap", rowmap, num_rows)
-    has_expert = (ids >= 0) & (ids < num_experts)
-    rows = paddle.index_sample(rowmap, to_dtype(paddle.where(has_expert, ids, paddle.zeros_like(ids)), paddle.int32))
-    has_row = has_expert & (rows >= 0) & (rows < num_rows)
-    rows = paddle.where(has_row, rows, paddle.full_like(rows, num_rows))
-    return paddle.gather(values, rows.flatten()).reshape(ids.shape)
-
-
-def _check_range(function: str, argument: str, values: Tensor, end: int) -> None:
-    """Raise if integers are outside of [-1, end)."""
-    is_outside = (values < -1) | (values >= end)
-    if bool(is_outside.any()):
-        place = int(is_outside.flatten().astype("int32").argmax())
-        found = f"{int(values.flatten()[place])} for token {place // values.shape[1]}"
-        _checks.bad_value(function, argument, f"from -1 to {end - 1}", found)
+    values = paddle.concat([part.flatten() for part in parts])
+    if dtype == paddle.bfloat16:  # moved as integers: a cast of NaN may change its bits
+        values = values.view("int16")
+    rows = values.astype("float32")
+    spec = MoeUnpermuteSpec(rowmap.shape[1], False, True, _checks.validation(function, None, rowmap))
+    backend = resolve("moe_unpermute", rows)
+    with _checks.renaming("moe_unpermute", function, expert_routemap_topk="dispatched_indices"):
+        _, found = backend.moe_unpermute(rows.unsqueeze(-1), rowmap, ids, rows, spec)
+    return found if dtype == paddle.float32 else found.astype("int16").view(dtype)

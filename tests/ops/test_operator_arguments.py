@@ -154,9 +154,13 @@ def test_gradients_of_other_sizes_than_the_product_raise(operator, first, second
 ELSEWHERE = {
     *("all tensors must be on one device", ": every tensor must be ", "the gradient of the product must be "),
     *(NO_TENSOR, "the matrices must be "),
-    # test_paddle_float8_operators.py, and a second device
+    # test_dygraph_operators.py, and a second device
     *("x[0] must be ", "sizes must be multiples of 128", "matrices must be alike", "counts must add up to the rows"),
     *("rows must have an even number of columns", "do2_s must be ", "matrices must be on one device"),
+    *("a must be ", "b must be ", "a_decode_scale must be ", "b_decode_scale must be ", "sizes must be "),
+    *("x_unzipped must be ", "x_unzipped must have a row for each token of idx_unzipped", "idx_unzipped must be "),
+    *("the tokens of a tensor must be in [0, 2^31)", "x_zipped must be ", "x_zipped must be contiguous"),
+    "x_zipped must have at most the tokens of a tensor",
 }
 
 

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import ml_dtypes
 import numpy as np
 import paddle
@@ -12,11 +14,13 @@ import pytest
 from paddle import _C_ops
 
 from paddle_moe_ops import patched_paddle
+from paddle_moe_ops.backends import compiled, direct
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.compat import fp8
 from paddle_moe_ops.reference import paddle_fp8 as oracle
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.tolerances import Tolerance, assert_close_sums, dtype_tols
+from tests.ops.paddle_table import recorded
 from tests.ops.problems import every_kind, ordinary, tensor
 from tests.pairwise import pairwise
 
@@ -177,6 +181,41 @@ def test_gemm(rows, columns, depth, dims, out_dtype, mode, is_patched, rng, plac
     with patched_paddle(("fp8",) if is_patched else ()):
         call = F.fp8_gemm_blockwise if is_patched else fp8.fp8_gemm_blockwise
         check_gemm(a, b, out, out_dtype, mode == "accumulate", dims, place, call)
+
+
+@pytest.mark.compiled_only
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 16, 128), (63, 128, 640), (300, 272, 208), (9, 1040, 512)])
+def test_gemm_of_rows_by_groups_and_a_matrix_by_blocks_has_a_kernel_on_gpus(rows, columns, depth, rng, place):
+    """Its results are those of the oracle, and a row has the same bits alone."""
+    a, b = quantised(rng, rows, depth, True), quantised(rng, columns, depth, False)
+    with recorded() as names:
+        check_gemm(a, b, None, ml_dtypes.bfloat16, False, (True, False), place)
+        check_gemm(a, b, np.ones((rows, columns), ml_dtypes.bfloat16), ml_dtypes.bfloat16, False, (True, False), place)
+    assert names == (set() if place.is_cpu_place() else {"paddle_float8_gemm"})
+    if not runs_kernel(place):
+        return
+    together, alone = (
+        fp8.fp8_gemm_blockwise(*(tensor(each, place) for each in (codes, scales, *b)), "bfloat16", is_b_1d_scaled=False)
+        for codes, scales in (a, (a[0][-1:], np.ascontiguousarray(a[1][:, -1:])))
+    )
+    assert_bits_equal(together[-1:], alone)
+
+
+def runs_kernel(place):
+    """True on a GPU with the float8 kernel."""
+    if place.is_cpu_place():
+        return False
+    codes, scales = tensor(np.ones((16, 16), E4M3), place), tensor(np.ones((16, 1), np.float32), place)
+    blocks, sizes = tensor(np.ones((1, 1), np.float32), place), tensor(np.array([16], np.int32), place)
+    runs = bool(direct("paddle_float8_gemm", codes, scales, codes, blocks, sizes))
+    assert runs == (ctypes.CDLL(str(compiled.LIBRARY)).pmo_grouped_capability_cuda() == 90)
+    return runs
+
+
+@pytest.mark.parametrize(("columns", "depth"), [(24, 128), (128, 200)])
+def test_gemm_of_sizes_that_no_kernel_has(columns, depth, rng, place):
+    a, b = quantised(rng, 5, depth, True), quantised(rng, columns, depth, False)
+    check_gemm(a, b, None, ml_dtypes.bfloat16, False, (True, False), place)
 
 
 @pytest.mark.parametrize(("rows", "columns", "depth"), [(0, 128, 128), (128, 0, 128), (3, 5, 0), (0, 0, 0)])

@@ -16,6 +16,7 @@ from paddle_moe_ops.backends.arrays import numpy_dtype
 from paddle_moe_ops.compat import paddlefleet as ops
 from paddle_moe_ops.reference import paddlefleet as oracle
 from paddle_moe_ops.testing.equality import assert_bits_equal
+from tests.ops.paddle_table import recorded
 from tests.ops.problems import every_kind, make_problem, ordinary, tensor
 from tests.params import FLOAT8_DTYPES, SUM_DTYPES, Shape
 
@@ -120,6 +121,50 @@ def test_wrong_maps_stay_in_their_memory(rng, place, monkeypatch):
     assert set(values.flatten()) <= {0.0, 2.0}
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_rows_of_tokens_that_do_not_exist_are_left_out(dtype, place, monkeypatch):
+    monkeypatch.setenv("PADDLE_MOE_OPS_VALIDATE", "0")
+    largest = np.iinfo(dtype).max
+    index = tensor(np.array([3, 4, largest, -largest, 0], dtype), place)
+    rows = tensor(np.arange(1, 11, dtype=np.float32).reshape(5, 2), place)
+    expected = np.array([[10, 11], [1, 1], [1, 1], [2, 3]], np.float32)
+    assert_bits_equal(ops.tokens_zip_unique_add(paddle.ones([4, 2]), rows, index, 4), expected)
+    parts = [paddle.ones([3, 2]), paddle.ones([1, 2])]
+    assert_bits_equal(paddle.concat(ops.tokens_zip_unique_add_subbatch(parts, rows, index, 4, 3)), expected)
+
+
+@pytest.mark.compiled_only
+def test_sums_and_values_run_on_kernels():
+    with recorded() as names:
+        for name in ("tokens_zip_unique_add", "tokens_zip_unique_add_subbatch"):
+            getattr(ops, name)(*_good()[name])
+        assert names == {"index_add"}
+        ops.tokens_zip_prob(*_good()["tokens_zip_prob"])
+        assert names == {"index_add", "moe_unpermute"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_and_values_that_require_a_gradient_give_results_without_one(dtype, place):
+    def leaf(shape):
+        return tensor(np.ones(shape, numpy_dtype(getattr(paddle, dtype))), place, gradient=True)
+
+    index, rowmap = tensor(np.array([1, 0]), place), tensor(np.array([[0, -1], [1, 2]], np.int32), place)
+    parts = [leaf((1, 4)), leaf((1, 4))]
+    results = [
+        ops.tokens_zip_unique_add(leaf((0, 4)), leaf((2, 4)), index, 2),
+        *ops.tokens_zip_unique_add_subbatch(parts, leaf((2, 4)), index, 2, 1),
+        ops.tokens_zip_prob([leaf(2), leaf(1)], rowmap, tensor(np.array([[0], [1]]), place)),
+    ]
+    assert [each.stop_gradient for each in results] == [True] * 4
+    assert [each.stop_gradient for each in parts] == [False] * 2
+
+
+def test_values_of_repeated_ids_are_those_of_their_row(place):
+    rowmap, ids = tensor(np.array([[1, 0]], np.int32), place), tensor(np.array([[1, 1, -1, 0]], np.int32), place)
+    values = [tensor(np.array([2.0], np.float32), place), tensor(np.array([3.0], np.float32), place)]
+    assert ops.tokens_zip_prob(values, rowmap, ids).tolist() == [[2.0, 2.0, 0.0, 3.0]]
+
+
 @alignments
 @tokens
 def test_tokens_of_rows(num_tokens, alignment, rng, place, backend):
@@ -215,6 +260,18 @@ def test_a_view_of_a_buffer_is_written_through(dtype, rng, place):
     assert change.sum() == 8
 
 
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16], ids=str)
+def test_rows_and_tokens_may_be_views(dtype, rng, place):
+    zipped, rows = ordinary(rng, (8, 9), dtype), ordinary(rng, (6, 12), dtype)
+    index = np.array([0, 2, 4], np.int64)
+    expected = oracle.tokens_zip_unique_add(zipped.T, rows[::2, 2:10], index)
+    buffer, view = tensor(zipped, place), tensor(rows, place)[::2, 2:10]
+    strides = view.strides
+    ops.tokens_zip_unique_add(buffer.T, view, tensor(np.repeat(index, 2), place)[::2], 9)
+    assert_bits_equal(buffer, expected.T)
+    assert view.strides == strides
+
+
 def test_writing_is_seen_by_a_backward_pass(place):
     x = tensor(np.ones((4, 4), np.float32), place, gradient=True)
     y = x * 2
@@ -306,7 +363,7 @@ def test_bad_arguments_are_named(name, place_of, value, error, message):
 @pytest.mark.cpu_only
 def test_ids_that_are_no_experts_raise():
     arguments = _good()["tokens_zip_prob"]
-    with pytest.raises(ValueError, match=r"dispatched_indices must be from -1 to 1, but got 2 for token 1"):
+    with pytest.raises(ValueError, match=r"^tokens_zip_prob: dispatched_indices must .*, but token 1, slot 1 "):
         ops.tokens_zip_prob(*arguments[:2], paddle.to_tensor([[0, 1], [-1, 2]]))
 
 

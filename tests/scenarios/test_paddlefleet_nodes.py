@@ -22,7 +22,9 @@ from tests.pairwise import pairwise
 from .fleet_nodes import Functions, Gemms, Mlp, MlpByExpert, MlpByRows, MlpLayer, Pieces, Routing
 
 H, I, E, K = 128, 24, 5, 3  # noqa: E741
+NAMES = "out", "x", "router", "w1", "w2"  # of the arrays that a run returns
 IDLE = 2  # the expert that no token chooses
+IMPORTED = Functions(paddle_moe_ops.moe_permute, paddle_moe_ops.moe_unpermute, incubate_gemm.batched_gemm)
 NODES: dict[str, Any] = {
     "in one piece": Mlp,
     "pieces of one row": (MlpByExpert, Pieces(1, None)),
@@ -79,19 +81,30 @@ def choose(router: Tensor, x: Tensor, is_here: Tensor) -> tuple[Tensor, Tensor]:
     return paddle.where(is_here, ids.astype("int32"), paddle.full_like(ids, -1).astype("int32")), probs
 
 
+class Step:
+    """A forward pass of nodes; `gradients` runs the backward pass."""
+
+    def __init__(self, functions: Functions, node: Any, model: Model, batch: Batch, alignment: int) -> None:
+        self.model, self.x, self.d_out = model.copies(), batch.x.detach(), batch.d_out
+        self.x.stop_gradient = False
+        ids, probs = choose(self.model.router, self.x, batch.is_here)
+        counts = np.bincount(ids.numpy()[ids.numpy() >= 0], minlength=E).tolist()
+        kind, *pieces = node if isinstance(node, tuple) else (node,)
+        weights = [weight.detach().astype(batch.x.dtype) for weight in (self.model.w1, self.model.w2)]
+        self.gemms = Gemms(functions, *weights)
+        routing = Routing(ids, probs.detach(), counts, alignment)
+        self.out = MlpLayer.apply(self.x, probs, kind(functions, self.gemms, routing, *pieces))
+
+    def gradients(self) -> list[np.ndarray]:
+        """The output and the gradients of x, router, w1 and w2."""
+        paddle.autograd.backward([self.out], [self.d_out])
+        assert [self.out.dtype, self.x.grad.dtype] == [self.x.dtype, self.x.dtype]
+        found = self.out, self.x.grad, self.model.router.grad, *self.gemms.main_grad
+        return [to_numpy(each.astype("float32")) for each in found]
+
+
 def run_nodes(functions: Functions, node: Any, model: Model, batch: Batch, alignment: int) -> list[np.ndarray]:
-    """The output and the gradients of x, router, w1 and w2."""
-    model, x = model.copies(), batch.x.detach()
-    x.stop_gradient = False
-    ids, probs = choose(model.router, x, batch.is_here)
-    counts = np.bincount(ids.numpy()[ids.numpy() >= 0], minlength=E).tolist()
-    kind, *pieces = node if isinstance(node, tuple) else (node,)
-    gemms = Gemms(functions, model.w1.detach().astype(x.dtype), model.w2.detach().astype(x.dtype))
-    routing = Routing(ids, probs.detach(), counts, alignment)
-    out = MlpLayer.apply(x, probs, kind(functions, gemms, routing, *pieces))
-    paddle.autograd.backward([out], [batch.d_out])
-    assert [out.dtype, x.grad.dtype] == [x.dtype, x.dtype]
-    return [to_numpy(each.astype("float32")) for each in (out, x.grad, model.router.grad, *gemms.main_grad)]
+    return Step(functions, node, model, batch, alignment).gradients()
 
 
 def run_dense(model: Model, batch: Batch) -> list[np.ndarray]:
@@ -113,7 +126,7 @@ def run_dense(model: Model, batch: Batch) -> list[np.ndarray]:
 def functions(request):
     """Paddle's own functions on this package, or the package's."""
     if request.param == "imported":
-        yield Functions(paddle_moe_ops.moe_permute, paddle_moe_ops.moe_unpermute, incubate_gemm.batched_gemm)
+        yield IMPORTED
         return
     pair = paddle.nn.functional.moe_permute, paddle.nn.functional.moe_unpermute
     with patched_paddle(("permute", "gemm")):
@@ -121,7 +134,7 @@ def functions(request):
 
 
 def assert_same(got: list[np.ndarray], expected: list[np.ndarray], dtype: str) -> None:
-    for name, each, wanted in zip(["out", "x", "router", "w1", "w2"], got, expected, strict=True):
+    for name, each, wanted in zip(NAMES, got, expected, strict=False):
         limit = (2.0**-5 if dtype == "bfloat16" else 1e-5) * max(np.abs(wanted).max(initial=0), 1e-3)
         np.testing.assert_allclose(each, wanted, rtol=0, atol=limit, err_msg=name)
 
@@ -154,13 +167,76 @@ def test_sizes(alignment, name, num_tokens, share, functions, rng):
     assert_same(run_nodes(functions, node, model, batch, alignment), run_dense(model, batch), "float32")
 
 
+def assert_same_bits(got: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for name, each, wanted in zip(NAMES, got, expected, strict=False):
+        np.testing.assert_array_equal(each, wanted, err_msg=name)
+
+
+SOME_NODES = {name: NODES[name] for name in ("in one piece", "sums of some tokens", "rows of several experts")}
+some_nodes = pairwise({"node": SOME_NODES, "dtype": ["float32", "bfloat16"]})
+
+
+@some_nodes
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first in, first out", "last in, first out"])
+def test_two_forward_passes_before_their_backward_passes(order, node, dtype, rng):
+    """Micro-batches of a pipeline: each has the bits that it has alone."""
+    model, batches = Model.make(rng), [batch_of(rng, 37, dtype), batch_of(rng, 9, dtype)]
+    alone = [run_nodes(IMPORTED, node, model, batch, 128) for batch in batches]
+    steps = [Step(IMPORTED, node, model, batch, 128) for batch in batches]
+    for number in order:
+        assert_same_bits(steps[number].gradients(), alone[number])
+
+
+@some_nodes
+def test_tokens_and_gradients_in_views_of_buffers(node, dtype, rng):
+    model, batch = Model.make(rng), batch_of(rng, 37, dtype)
+    expected = run_nodes(IMPORTED, node, model, batch, 1)
+    buffer = paddle.zeros([2, 40, H + 3]).astype(dtype)
+    views = [buffer[i, 2:39, 1 : H + 1] for i in range(2)]
+    for view, values in zip(views, batch, strict=False):
+        paddle.assign(values, view)
+    before = buffer.clone()
+    assert not views[0].is_contiguous()
+    got = run_nodes(IMPORTED, node, model, batch._replace(x=views[0], d_out=views[1]), 1)
+    assert_same_bits(got, expected)
+    assert bool((buffer.astype("float32") == before.astype("float32")).all())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [1, 10, 64])
+def test_sums_in_parts_of_one_buffer(size, dtype, rng):
+    """Sub-batches that are slices of the layer's output, with rows of one expert after the other."""
+    model, batch = Model.make(rng), batch_of(rng, 37, dtype)
+    buffer = paddle.zeros([37, H], dtype)
+
+    class InBuffer(MlpByExpert):
+        def _nothing(self, x: Tensor) -> Any:
+            return [buffer[start : start + size] for start in range(0, 37, size)]
+
+        def backward(self, d_out: Tensor) -> Any:
+            raise AssertionError
+
+    step = Step(IMPORTED, (InBuffer, Pieces(7, size)), model, batch, 128)
+    np.testing.assert_array_equal(*(to_numpy(each.astype("float32")) for each in (buffer, step.out)))
+    assert_same([to_numpy(buffer.astype("float32"))], run_dense(model, batch)[:1], dtype)
+
+
+@some_nodes
+def test_forward_passes_without_gradients(node, dtype, rng):
+    model, batch = Model.make(rng), batch_of(rng, 37, dtype)
+    expected = Step(IMPORTED, node, model, batch, 128).out
+    with paddle.no_grad():
+        got = Step(IMPORTED, node, model, batch, 128).out
+    assert got.is_leaf
+    np.testing.assert_array_equal(*(to_numpy(each.astype("float32")) for each in (got, expected)))
+
+
 @pytest.mark.parametrize("name", ["in one piece", "sums of some tokens", "rows of several experts"])
 def test_training_follows_that_of_a_dense_layer(name, rng):
-    functions = Functions(paddle_moe_ops.moe_permute, paddle_moe_ops.moe_unpermute, incubate_gemm.batched_gemm)
     models = [Model.make(rng)] * 2
     for _ in range(4):
         batch = batch_of(rng, 63, "float32")
-        runs = [run_nodes(functions, NODES[name], models[0], batch, 128), run_dense(models[1], batch)]
+        runs = [run_nodes(IMPORTED, NODES[name], models[0], batch, 128), run_dense(models[1], batch)]
         assert_same(*runs, "float32")
         models = [
             Model(*(weight - 1e-3 * paddle.to_tensor(grad) for weight, grad in zip(model, run[2:], strict=True)))

@@ -3,8 +3,9 @@
 """Float8 functions of ``paddle.incubate.nn.functional``, for every device: quantisation, SwiGLU and the blockwise GEMM.
 
 Names, arguments and defaults are those of Paddle 3.3. Codes, scales and layouts are those of Paddle's GPU kernels, bit
-for bit. All but the GEMM run on kernels of this package, on a CPU and on NVIDIA GPUs. The GEMM is composed of Paddle's
-operators, so that models that train in float8 run on a CPU; its speed is no aim.
+for bit. All but the GEMM run on kernels of this package, on a CPU and on NVIDIA GPUs. The GEMM of rows by groups and a
+matrix by blocks has a kernel on GPUs of compute capability 9.0. Other GEMMs are composed of Paddle's operators, so that
+models that train in float8 run on a CPU; their speed is no aim.
 
 A scale is RN(1 / RN(448 / amax)), by Paddle's rule. `quantize_1x128` has another rule.
 """

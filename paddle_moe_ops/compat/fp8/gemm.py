@@ -10,7 +10,8 @@ import paddle
 from paddle import Tensor
 
 from ... import _checks
-from ..._graphs import filled, public, without_autocast
+from ..._graphs import filled, public, to_dtype, without_autocast
+from ...backends import direct, has_operators
 from .operands import GROUP, dygraph_tensor
 
 __all__ = ["fp8_gemm_blockwise"]
@@ -36,8 +37,17 @@ def fp8_gemm_blockwise(
 ) -> Tensor:
     """Multiply float8 codes ``a`` with ``b`` transposed; sums of 128 products are multiplied by both scales.
 
-    Sums are float32, and rounded once. A 1d scale is float32 [ceil(K / 128), rows]. A 2d scale, one for each block of
-    128 x 128, is float32 [ceil(rows / 128), ceil(K / 128)], or transposed where the two sizes differ.
+    A 1d scale is float32 [ceil(K / 128), rows]. A 2d scale, one for each block of 128 x 128, is float32
+    [ceil(rows / 128), ceil(K / 128)], or transposed where the two sizes differ.
+
+    Sums are float32 and begin with 0, groups of 128 of K are added in ascending order, and the result is rounded once.
+    With p the sum of a group's products, in the order of the library or the tensor cores:
+
+    * the float8 kernel of `moe_mlp`: sum = fma(p, RN(scale of a * scale of b), sum). It runs on GPUs of compute
+      capability 9.0 if codes are float8_e4m3fn, ``a`` is 1d and ``b`` 2d, the result is bfloat16 without
+      ``accumulate``, and K and N are multiples of 16.
+    * Paddle's matmul of each group, for all other calls: sum = RN(sum + RN(RN(p * scale of a) * scale of b)). With
+      ``accumulate``, ``out`` is added to the last sum.
 
     Not differentiable. Deterministic on a device. No host synchronisation.
 
@@ -83,34 +93,51 @@ def fp8_gemm_blockwise(
     elif accumulate:
         _checks.bad_value(_NAME, "out", "a tensor with accumulate", None)
     out_dtype = _checks.dtype_of_result(_NAME, "out_dtype", out_dtype, _OUT_DTYPES)
-    left = _factors("a_decode_scale", a_decode_scale, a, is_a_1d_scaled)
-    right = _factors("b_decode_scale", b_decode_scale, b, is_b_1d_scaled)
+    left = _scale("a_decode_scale", a_decode_scale, a, is_a_1d_scaled)
+    right = _scale("b_decode_scale", b_decode_scale, b, is_b_1d_scaled)
     given = {"a": a, "a_decode_scale": a_decode_scale, "b": b, "b_decode_scale": b_decode_scale, "out": out}
     _checks.same_place(_NAME, **given)
+    has_layout_of_kernel = is_a_1d_scaled and not is_b_1d_scaled
     with without_autocast():
-        product = _product(a, left, b, right)
+        product = None
+        if has_layout_of_kernel and out_dtype == paddle.bfloat16 and not accumulate:
+            product = _product_of_kernel(a, left.T, b, right.T)
+        if product is None:
+            product = _product(a, _by_row(left, a, is_a_1d_scaled), b, _by_row(right, b, is_b_1d_scaled))
         if out is None:
-            return product.astype(out_dtype)
-        result = product + out.astype("float32") if accumulate else product
+            return to_dtype(product, out_dtype)
+        if accumulate:
+            product = product + out.astype("float32")
         with paddle.no_grad():
-            paddle.assign(result.astype(out_dtype), out)
+            paddle.assign(to_dtype(product, out_dtype), out)
         return out
 
 
-def _factors(argument: str, scale: Any, codes: Tensor, is_1d: bool) -> Tensor:
-    """The scale by rows of the contraction, [ceil(K / 128), rows]."""
+def _scale(argument: str, scale: Any, codes: Tensor, is_1d: bool) -> Tensor:
+    """Check a scale; its groups of K come first: [ceil(K / 128), rows or blocks of 128 rows]."""
     rows, groups = codes.shape[0], -(-codes.shape[1] // GROUP)
     if is_1d:
         return dygraph_tensor(_NAME, argument, scale, (paddle.float32,), [groups, rows])
     shape = [-(-rows // GROUP), groups]
     if list(getattr(scale, "shape", shape)) == shape[::-1] != shape:
-        dygraph_tensor(_NAME, argument, scale, (paddle.float32,), shape[::-1])
-        by_group = scale
-    else:
-        by_group = dygraph_tensor(_NAME, argument, scale, (paddle.float32,), shape).T
-    if min(by_group.shape) == 0:
-        return filled([groups, rows], 1, "float32", codes)
-    return paddle.repeat_interleave(by_group, GROUP, axis=1)[:, :rows]
+        return dygraph_tensor(_NAME, argument, scale, (paddle.float32,), shape[::-1])
+    return dygraph_tensor(_NAME, argument, scale, (paddle.float32,), shape).T
+
+
+def _by_row(scale: Tensor, codes: Tensor, is_1d: bool) -> Tensor:
+    """The scale of each row of codes, [ceil(K / 128), rows]."""
+    if is_1d:
+        return scale
+    if min(scale.shape) == 0:
+        return filled([scale.shape[0], codes.shape[0]], 1, "float32", codes)
+    return paddle.repeat_interleave(scale, GROUP, axis=1)[:, : codes.shape[0]]
+
+
+def _product_of_kernel(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor | None:
+    """The product in bfloat16 by the float8 kernel, or None where there is none."""
+    if {a.dtype, b.dtype} != {paddle.float8_e4m3fn} or a.place.is_cpu_place() or not has_operators(a):
+        return None
+    return next(iter(direct("paddle_float8_gemm", a, a_scale, b, b_scale, filled([1], a.shape[0], "int32", a))), None)
 
 
 def _product(a: Tensor, a_factors: Tensor, b: Tensor, b_factors: Tensor) -> Tensor:

@@ -8,6 +8,7 @@
 #include "pmo/grouped.h"
 #include "pmo/grouped_float8.h"
 #include "pmo/grouped_rows.h"
+#include "pmo/index_add.h"
 #include "pmo/matrices.h"
 #include "pmo/paddle_float8.h"
 #include "pmo/permute.h"
@@ -42,6 +43,7 @@ int check_permute(const pmo_permute_params& p);
 int check_route_permute(const pmo_route_params& route, const pmo_permute_params& permute);  // that the two agree
 int check_unpermute(const pmo_unpermute_params& p);
 int check_unpermute_backward(const pmo_unpermute_backward_params& p);
+int check_index_add(const pmo_index_add_params& p);
 int check_quantize_sizes(const pmo_quantize_params& p);
 int check_quantize(const pmo_quantize_params& p);
 int check_dequantize(const pmo_dequantize_params& p);

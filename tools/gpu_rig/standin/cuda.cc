@@ -16,6 +16,7 @@
 #include "common/status.h"
 #include "pmo/grouped_float8.h"
 #include "pmo/grouped_rows.h"
+#include "pmo/index_add.h"
 #include "pmo/matrices.h"
 #include "pmo/paddle_float8.h"
 #include "pmo/permute.h"
@@ -170,6 +171,7 @@ RUN_ON_CPU(dequantize_matrices, pmo_dequantize_matrices_params)
 RUN_ON_CPU(gather_slots, pmo_slots_params)
 RUN_ON_CPU(grouped_clear, pmo_grouped_clear_params)
 RUN_ON_CPU(grouped_tables, pmo_grouped_tables_params)
+RUN_ON_CPU(index_add, pmo_index_add_params)
 RUN_ON_CPU(make_row_id_map, pmo_row_id_map_params)
 RUN_ON_CPU(paddle_quantize, pmo_paddle_quantize_params)
 RUN_ON_CPU(paddle_swiglu, pmo_paddle_swiglu_params)
