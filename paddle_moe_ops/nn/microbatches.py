@@ -22,7 +22,7 @@ def set_is_first_microbatch(model: nn.Layer) -> int:
     changes of parameters that are not noticed. Megatron-LM has a function of this name for the layers of
     TransformerEngine.
 
-    Calls with ``is_first_microbatch`` do what it says. Programs quantise matrices in each pass. A copy of a model keeps
+    Calls with ``is_first_microbatch`` do what it says. Programs quantise matrices in each call. A copy of a model keeps
     nothing until this is called for it. No host synchronisation.
 
     Args:
