@@ -294,11 +294,12 @@ class MoeMlp(Call):
         weights: Tensor | None,
         spec: MlpSpec,
         parameters: tuple[Matrices, Matrices],
+        owns_codes: bool,
     ) -> None:
         super().__init__(kernels, x, gate_up, down, weights)
         self.watch(*_maps(spec.plan))
         self.operands: Any = (x, gate_up, down, weights)
-        self.spec = spec
+        self.spec, self.owns_codes = spec, owns_codes
         self.parameters = parameters if spec.accumulates else ()
         self.is_spent = False
 
@@ -306,21 +307,35 @@ class MoeMlp(Call):
         operands, self.operands = _contiguous(self.operands), None
         out, hidden, weights, self.tables = self.kernels.moe_mlp(*operands, self.spec, True)
         self.has_weights = weights is not None
-        unread = () if self.spec.quantized is None else operands[1:3]
-        self.save(*operands[:3], weights, *hidden, unread=unread)
+        unread: Tensors = ()
+        self.forms: tuple[Any, ...] = ()
+        if self.spec.quantized is not None:
+            self.forms = self.kernels.for_backward(self.spec.quantized, self.spec.keeps_hidden)
+            self.spec = self.spec._replace(quantized=None)
+            unread = operands[1], operands[2], *self.forms
+        saved = self.forms if self.owns_codes else ()
+        self.save(*operands[:3], weights, *hidden, *saved, unread=unread)
+        if self.owns_codes:
+            self.forms = tuple(each is not None for each in self.forms)
         return (out,)
 
     def _operands(self) -> tuple[Any, ...]:
-        """The operands of the backward pass, which may overwrite some of them."""
+        """The operands of the backward pass, which may overwrite some of them, and its spec."""
         x, gate_up, down, *others = self.saved
         weights = others.pop(0) if self.has_weights else None
+        forms = self.forms
+        if self.owns_codes:
+            num_hidden = len(others) - sum(forms)
+            others, codes = others[:num_hidden], iter(others[num_hidden:])
+            forms = tuple(next(codes) if is_saved else None for is_saved in forms)
         if self.is_spent:
             raise RuntimeError(
                 f"moe_mlp: a backward pass on the backend {self.kernels.name!r} has overwritten the first product of "
                 "this call, so nothing can use it again, even with retain_graph=True; with keep='x' it can"
             )
         self.is_spent = bool(others) and self.kernels.overwrites_hidden
-        return x, gate_up, down, weights, tuple(others), self.tables
+        spec = self.spec._replace(quantized=forms or None)
+        return x, gate_up, down, weights, tuple(others), self.tables, spec
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
         operands = self._operands()
@@ -329,7 +344,7 @@ class MoeMlp(Call):
             wanted = zip(self.wanted[1:3], self.parameters, strict=True)
             destinations = tuple(destination_of_matrices(each) if want else None for want, each in wanted)
         self.added = frozenset(number for number, each in enumerate(destinations, 1) if each is not None)
-        made = self.kernels.moe_mlp_backward(*gradients, *operands, self.spec, (*self.wanted, False)[:4], destinations)
+        made = self.kernels.moe_mlp_backward(*gradients, *operands, (*self.wanted, False)[:4], destinations)
         return first_order_only(self, made[: len(self.wanted)], *gradients, *operands[:4])
 
 
@@ -337,9 +352,17 @@ class DeferredMlp(MoeMlp):
     """A layer whose gradients of the matrices are deferred. Its inputs are tokens, weights and the parameters."""
 
     def __init__(
-        self, kernels: Kernels, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec
+        self,
+        kernels: Kernels,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        weights: Tensor | None,
+        spec: MlpSpec,
+        owns_codes: bool,
     ) -> None:
-        super().__init__(kernels, x, gate_up, down, weights, spec._replace(accumulates=False), (gate_up, down))
+        spec = spec._replace(accumulates=False)
+        super().__init__(kernels, x, gate_up, down, weights, spec, (gate_up, down), owns_codes)
         self.set_inputs(x, weights, *spec.deferral.leaves)
         self.has_d_weights = weights is not None
         if spec.quantized is None:
@@ -347,14 +370,12 @@ class DeferredMlp(MoeMlp):
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
         kernels, deferral, tables, (d_out,) = self.kernels, self.spec.deferral, self.tables, gradients
-        x, gate_up, down, *others = self._operands()
+        x, gate_up, down, *others, spec = self._operands()
         want_x, want_weights = self.wanted[0], self.has_d_weights and self.wanted[1]
         wanted = [not all(leaf.stop_gradient for leaf in _listed(each)) for each in deferral.matrices]
-        d_x, d_weights, made = kernels.moe_mlp_dgrads(
-            d_out, x, gate_up, down, *others, self.spec, (want_x, want_weights)
-        )
+        d_x, d_weights, made = kernels.moe_mlp_dgrads(d_out, x, gate_up, down, *others, spec, (want_x, want_weights))
         kept = tuple(each if want else None for each, want in zip(made, wanted, strict=True))
-        inner, spec = gate_up.shape[1 if self.spec.transpose else 2] // 2, self.spec
+        inner = gate_up.shape[1 if spec.transpose else 2] // 2
         spec, d_out = spec._replace(quantized=None, deferral=None), owned(d_out)  # codes would stay allocated
 
         def compute(destinations: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -386,6 +407,7 @@ def connected_mlp(
         for each in given
     ]
     trains = spec.deferral is not None or wants_gradient(x, gate_up, down, weights)
+    owns_codes = spec.compute is not None and spec.quantized is None and spec.keeps_hidden and trains
     matrices = gate_up.detach(), down.detach(), spec.transpose
     if spec.quantized is not None:
         made = made_by(spec.quantized, kernels.name, lambda: kernels.quantize_experts(*matrices, trains))
@@ -394,11 +416,11 @@ def connected_mlp(
         if trains:
             made = replaced_by(spec.quantized, made, kernels.for_both_passes(made))
         spec = spec._replace(quantized=made)
-    elif spec.compute is not None and spec.keeps_hidden and trains:
+    elif owns_codes:
         spec = spec._replace(quantized=kernels.quantize_experts(*matrices, True))
     if not trains:
         return kernels.moe_mlp(x, gate_up, down, weights, spec, False)[0]
     operands = x, gate_up, down, weights
     if spec.deferral is not None:
-        return connect(DeferredMlp(kernels, *operands, spec), x, weights, *spec.deferral.leaves)[0]
-    return connect(MoeMlp(kernels, *operands, spec, given), *operands)[0]
+        return connect(DeferredMlp(kernels, *operands, spec, owns_codes), x, weights, *spec.deferral.leaves)[0]
+    return connect(MoeMlp(kernels, *operands, spec, given, owns_codes), *operands)[0]

@@ -152,6 +152,14 @@ class LayerKernels:
             return quantized
         return (*quantized, *map(_transposed, quantized))
 
+    def for_backward(self, quantized: Tensors, keeps_hidden: bool) -> tuple[Tensor | None, ...]:
+        if not self.overwrites_hidden:
+            return quantized
+        unread: list[Tensor | None] = [None] * _FORMS
+        if not keeps_hidden:  # the first GEMM runs again
+            unread[:2] = quantized[:2]
+        return (*unread, *quantized[_FORMS:])
+
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool
     ) -> tuple[Tensor, Tensors, Tensor | None, None]:

@@ -308,6 +308,9 @@ class ReferenceKernels:
     def for_both_passes(self, quantized: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return quantized
 
+    def for_backward(self, quantized: tuple[Tensor, Tensor], keeps_hidden: bool) -> tuple[Tensor, Tensor]:
+        return quantized
+
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool
     ) -> tuple[Tensor, Tensors, Tensor | None, None]:
