@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import paddle
 from paddle import Tensor
@@ -81,6 +81,8 @@ class Float8Matrices:
         self._changes: tuple[int, ...] | None = None  # `changes_of` the matrices
         self._watched = Watched()
         self._samples: list[bytes] | None = None
+        self._device_samples: Any = None  # a `samples.DeviceSamples`
+        self._has_device_samples = False  # of the matrices
 
     @property
     def is_empty(self) -> bool:
@@ -89,6 +91,12 @@ class Float8Matrices:
     def clear(self) -> None:
         """Empty the cache; its memory is freed when no backward pass needs it."""
         self._of = self._made = self._samples = None
+        self._has_device_samples = False
+        if self._has_found_change():
+            self._device_samples = None
+
+    def _has_found_change(self) -> bool:
+        return self._device_samples is not None and self._device_samples.have_changed()
 
     def __repr__(self) -> str:
         return f"Float8Matrices({'empty' if self.is_empty else f'of {len(self._of[0])} tensors'})"
@@ -125,6 +133,8 @@ def is_default(kept: Float8Matrices | None, matrices: Matrices | None = None) ->
 
 def holds_others(kept: Float8Matrices, gate_up: Matrices, down: Matrices, transpose: bool) -> bool:
     """True if the cache contains other matrices. An empty one records these for `made_by`."""
+    if kept._has_found_change():
+        _raise_changed()
     count_changes()
     casts_to = paddle.amp.get_autocast_dtype() if paddle.amp.is_autocast_enabled() else None
     facts = transpose, casts_to, _facts_of(gate_up), _facts_of(down)
@@ -145,17 +155,44 @@ def made_by(kept: Float8Matrices, name: str, make: Callable[[], Any]) -> Any:
     return kept._made[1]
 
 
-def check_unchanged(kept: Float8Matrices, function: str, gate_up: Tensor, down: Tensor) -> None:
-    """Raise if the matrices have changed since the first of these calls after `made_by`, unnoticed by the cache."""
-    samples = samples_of((gate_up, down))
-    if kept._samples is None:
-        kept._samples = samples
-    elif samples != kept._samples:
-        expected = (
-            "changed by calls that a Float8Matrices notices, or cleared from it, or given to keep_float8_matrices"
-        )
-        given = "other values than those that were quantised"
-        raise ValueError(f"{function}: matrices with kept codes must be {expected}, but got {given}")
+def check_unchanged(
+    kept: Float8Matrices, kernels: Any, gate_up: Tensor, down: Tensor, made: Any, validation: Validation
+) -> None:
+    """Check that the matrices have not changed since the first of these calls after `made_by`, unnoticed by the cache.
+
+    Under validation a change raises. Otherwise the device compares: results of the call become NaN, and the next call
+    after the comparison raises.
+
+    Args:
+        kept: the cache.
+        kernels: their ``new_samples`` returns a `samples.DeviceSamples`, or None if they compare nothing.
+        gate_up: the first matrices.
+        down: the second ones.
+        made: the cached result of `made_by`, in which codes and scales of both come first.
+        validation: whether to compare on the host.
+    """
+    if validation != Validation.OFF:
+        samples = samples_of((gate_up, down))
+        if kept._samples is None:
+            kept._samples = samples
+        elif samples != kept._samples:
+            _raise_changed()
+        return
+    if kept._device_samples is None:
+        kept._device_samples = kernels.new_samples(gate_up)
+    if kept._device_samples is None:
+        return
+    if kept._has_device_samples:
+        kept._device_samples.compare((gate_up, down), (made[1], made[3]))
+    else:
+        kept._device_samples.take(gate_up, down)
+        kept._has_device_samples = True
+
+
+def _raise_changed() -> NoReturn:
+    expected = "changed by calls that a Float8Matrices notices, or cleared from it, or given to keep_float8_matrices"
+    given = "other values than those that were quantised"
+    raise ValueError(f"moe_mlp: matrices with kept codes must be {expected}, but got {given}")
 
 
 def replaced_by(kept: Float8Matrices, before: Any, made: Any) -> Any:
@@ -411,8 +448,7 @@ def connected_mlp(
     matrices = gate_up.detach(), down.detach(), spec.transpose
     if spec.quantized is not None:
         made = made_by(spec.quantized, kernels.name, lambda: kernels.quantize_experts(*matrices, trains))
-        if spec.validation != Validation.OFF:
-            check_unchanged(spec.quantized, "moe_mlp", *matrices[:2])
+        check_unchanged(spec.quantized, kernels, *matrices[:2], made, spec.validation)
         if trains:
             made = replaced_by(spec.quantized, made, kernels.for_both_passes(made))
         spec = spec._replace(quantized=made)

@@ -22,6 +22,7 @@ from .base import FLOAT8_ROWS, GemmSpec, Matrices, MlpSpec, Tensors, Validation
 from .experts import connected_mlp
 from .groups import check_plan_groups
 from .quantized import FLOAT8_FORMAT, FORMATS, QuantizedMatrices
+from .samples import DeviceSamples
 from .stacking import stack_or_view
 
 __all__ = [
@@ -151,6 +152,9 @@ class LayerKernels:
         if len(quantized) != _FORMS or not self.overwrites_hidden:
             return quantized
         return (*quantized, *map(_transposed, quantized))
+
+    def new_samples(self, like: Tensor) -> DeviceSamples:
+        return DeviceSamples(like)
 
     def for_backward(self, quantized: Tensors, keeps_hidden: bool) -> tuple[Tensor | None, ...]:
         if not self.overwrites_hidden:
@@ -282,6 +286,9 @@ class _LibraryFloat8:
     """`Float8Parts` of the library."""
 
     name = "matmul"  # `LayerKernels` without kernels has the same codes
+
+    def new_samples(self, like: Tensor) -> DeviceSamples:
+        return DeviceSamples(like)
 
     def codes_of(self, matrix: Tensor) -> Tensors:
         return quantized_matrices(matrix)

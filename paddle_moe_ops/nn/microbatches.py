@@ -65,11 +65,16 @@ def keep_float8_matrices(model: nn.Layer) -> int:
     of ``paddle._C_ops``.
 
     **Not noticed** are writes by functions whose ``out`` is a parameter, through DLPack, by operators in place on a
-    flat buffer of parameters, and by operators of your own that do not declare them: call this again afterwards. On a
-    CPU, and everywhere with ``PADDLE_MOE_OPS_VALIDATE=1``, a call compares 1024 elements of each matrix with those that
-    were quantised, and raises ValueError if they differ.
+    flat buffer of parameters, and by operators of your own that do not declare them: call this again afterwards. If
+    you forget, there is an error in place of stale results. On a CPU, and everywhere with
+    ``PADDLE_MOE_OPS_VALIDATE=1``, a call compares 1024 elements of each matrix with those that were quantised, and
+    raises ValueError if they differ. On a GPU without it, a kernel compares 16384 elements of each: if they differ,
+    results of the call are NaN, and the next call after the kernel has run raises, until this is called again. A
+    write that changes few elements of a matrix may escape both.
 
-    A copy of a model keeps nothing until this is called for it. No host synchronisation, but for that comparison.
+    A copy of a model keeps nothing until this is called for it. No host synchronisation, but under validation. A CUDA
+    graph that captures a call with kept codes replays these codes: after a change its results are NaN. Capture after
+    a call that has filled the cache.
 
     Args:
         model: any layer.

@@ -56,8 +56,9 @@ def test_every_operator_can_be_called_directly(direct):
     # test_float8_mlp.py and tests/scenarios/test_deferred_weight_gradients.py; the others: test_rank_operators.py
     only_directly |= {"quantize_matrices", "layer_forward", "layer_backward"}
     only_directly |= {"layer_wgrads", "grouped_dgrad", "grouped_wgrad"}
+    only_directly |= {"take_samples", "compare_samples"}  # tests/scenarios/test_kept_matrices.py
     assert sorted(f"pmo_{name}" for name in direct if name not in only_directly) == operator_names()
-    assert len(only_directly) == 26
+    assert len(only_directly) == 28
 
 
 def test_a_call_without_gradient_does_not_go_through_paddle(problem, calls_of_paddle):
