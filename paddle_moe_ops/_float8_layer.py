@@ -12,7 +12,7 @@ from paddle import Tensor
 from ._activations import activate
 from ._graphs import beside, float32, is_graph_value, to_dtype, without_autocast
 from ._matrices import stacked
-from .backends import GemmSpec, Matrices, MlpSpec, Validation, float8_parts, has_operators, resolve, stack_or_view
+from .backends import GemmSpec, Matrices, MlpSpec, float8_parts, has_operators, resolve, stack_or_view
 from .backends.experts import check_unchanged, made_by
 from .backends.float8_products import float8_product
 
@@ -58,8 +58,8 @@ def float8_rows(
             return (*parts.codes_of(values[0]), *parts.codes_of(values[1]))
 
         codes = quantize() if spec.quantized is None else made_by(spec.quantized, parts.name, quantize)
-        if spec.quantized is not None and spec.validation != Validation.OFF:
-            check_unchanged(spec.quantized, _NAME, *values)
+        if spec.quantized is not None:
+            check_unchanged(spec.quantized, parts, *values, codes, spec.validation)
         groups = GemmSpec(plan.tokens_per_expert, plan.expert_offsets, spec.transpose, None, spec.validation)
         rows = verbs.permute(tokens, None, plan, "all")[0]
         hidden = float8_product(parts, rows, gate_up, None, codes[:2], groups)

@@ -25,6 +25,7 @@ __all__ = ["explain"]
 
 _LAYER = "moe_mlp"
 _NAMES = (*OPERATORS, _LAYER)
+_GROUP = 128  # rows and columns that share a scale
 _OF_LAYER = (
     f"{_LAYER}: decided by the backend of grouped_gemm, and the arguments: "
     "explain('moe_mlp', x, plan, probs, gate_up, down)"
@@ -168,14 +169,21 @@ def _kept(call: Prepared, given: list[Matrices], wants_any: bool) -> str:
     item = 4 if tokens.dtype == paddle.float32 else 2
     what, size = "the tokens", tokens.shape[0] * tokens.shape[1] * item
     if spec.keeps_hidden and spec.hidden_in_float8 and not in_graph:
-        from .reference.quantization import GROUP  # imported late: needs ml_dtypes, which may be missing
-
-        what, size = "the tokens and the first product in float8", size + rows * (columns + 4 * -(-columns // GROUP))
+        what, size = "the tokens and the first product in float8", size + rows * (columns + 4 * -(-columns // _GROUP))
     elif spec.keeps_hidden:
         what, size = "the tokens and the first product", size + rows * columns * item
     known = min(*tokens.shape, rows, columns) >= 0
     said = f"kept: {what}, {f'{size} bytes' if known else 'of sizes that the graph finds out'}, and the maps"
+    if spec.compute is not None and spec.keeps_hidden and (in_graph or spec.quantized is None):
+        sides = [tokens.shape[1], columns], [columns // 2, tokens.shape[1]]
+        codes = spec.plan.num_experts * sum(_bytes_of_codes(*each) for each in sides)
+        said += f"; and codes of matrices, {codes} bytes"
     return f"{said}; and copies of matrices, {copied} bytes" if copied else said
+
+
+def _bytes_of_codes(rows: int, columns: int) -> int:
+    """Bytes of a matrix in float8, in the form that one pass reads, with its scales."""
+    return rows * columns + 4 * -(-rows // _GROUP) * -(-columns // _GROUP)
 
 
 def _bytes_of_copies(given: Matrices, taken: Matrices) -> int:

@@ -54,7 +54,7 @@ from .routing import Plan, as_plan, check_weights, row_probs, tokens_of
 __all__ = ["Float8Matrices", "discard_dw", "flush_dw", "moe_mlp"]
 
 _NAME = "moe_mlp"
-IN_GRAPH = "in a static graph, whose passes quantise the matrices each time"
+IN_GRAPH = "in a static graph, which quantises the matrices in each call"
 
 # Signatures of calls whose arguments passed the checks. The checks take longer than all launches of a call.
 _passed: set[Hashable] = set()
@@ -156,9 +156,9 @@ def moe_mlp(
             vectors.
         compute: "fp8_1x128" to multiply float8 operands (docs/float8_layers.md): tokens, gradients and rows between the
             GEMMs are quantised with a scale for each 128 columns, matrices with a scale for each 128 x 128 elements,
-            once in a call: the codes for the backward pass, 2 bytes for each element, are kept until it has run. With
-            ``keep="x"``, and in a graph, each pass quantises the matrices that it reads. The wgrad GEMMs have operands
-            in the dtype of ``x``. For SwiGLU without biases GPUs of compute capability 9.0 have kernels for bfloat16
+            once in a call: the codes for the backward pass, 1 byte for each element, are kept until it has run. With
+            ``keep="x"`` each pass quantises the matrices that it reads. The wgrad GEMMs have operands in the dtype of
+            ``x``. For SwiGLU without biases GPUs of compute capability 9.0 have kernels for bfloat16
             with d a multiple of 16 and n a multiple of 128. Otherwise quantised values are multiplied in float32, which
             takes longer than ``None``. Biases and other activations are for dygraph, with ``keep="h"`` or "x", which
             then makes no difference, and without ``defer_dw``. It needs the compiled library.
@@ -448,7 +448,7 @@ def _accumulated_biases(*biases: Matrices | None) -> list[Matrices | None]:
 def _checked_float8_matrices(
     given: Float8Matrices, x: Tensor, gate_up: Matrices, down: Matrices, transpose: bool, compute: str | None
 ) -> Float8Matrices | None:
-    """The store of a call's quantised matrices; None if the call itself quantises, as every pass of a graph does."""
+    """The store of a call's quantised matrices; None if the call itself quantises, as all calls in a graph do."""
     _checks.instance(_NAME, "float8_matrices", given, Float8Matrices, "a Float8Matrices or None")
     if compute is None:
         _checks.bad_value(_NAME, "float8_matrices", "None without compute", given)

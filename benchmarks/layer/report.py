@@ -151,20 +151,26 @@ def speeds(line: dict[str, Any], passes: Iterable[str] = _PASSES) -> str:
     return " / ".join(with_deviation(line[f"{each}_tflops"], deviation(line, f"{each}_")) for each in measured)
 
 
+def failure(run: Run, line: dict[str, Any]) -> str:
+    """The cell of a result with an error; raises for one of this package, unless memory was too small."""
+    error, implementation = line["error"], line["impl"]
+    if error.startswith("OutOfMemoryError"):
+        return "out of memory"
+    if implementation.startswith(OURS):
+        where = f"{run.path.name}, {line['shape']}"
+        raise ValueError(f"{where}: {implementation} must be right, but got {error}; measure it again")
+    return f"failed: {error[:60]}"
+
+
 def cell(run: Run, shape: str, routing: str, implementation: str) -> str:
     """TFLOP/s by a CUDA graph, and in parentheses those of eager calls."""
     line, eager = (run.found(shape, routing, implementation, mode) for mode in ("graph", "eager"))
     if line is not None and "error" in line:
-        error = line["error"]
-        if error.startswith("OutOfMemoryError"):
-            return "out of memory"
-        if implementation == OURS:
-            raise ValueError(
-                f"{run.path.name}, {shape}: {implementation} must be right, but got {error}; measure it again"
-            )
-        return f"failed: {error[:60]}"
+        return failure(run, line)
     texts = [] if line is None else [speeds(line)]
-    if eager is not None and "error" not in eager:
+    if eager is not None and "error" in eager:
+        failure(run, eager)
+    elif eager is not None:
         texts.append(f"({speeds(eager)})")
     return " ".join(texts)
 
@@ -267,13 +273,11 @@ def _sonic_moe_in_words(over: dict[str, tuple[float, float]]) -> list[str]:
     return [*lines, ""]
 
 
-def product_cell(line: dict[str, Any] | None) -> str:
+def product_cell(run: Run, line: dict[str, Any] | None) -> str:
     """TFLOP/s of an implementation's GEMMs."""
     if line is None:
         return ""
-    if "error" in line:
-        return f"failed: {line['error'][:60]}"
-    return speeds(line, _PRODUCTS)
+    return failure(run, line) if "error" in line else speeds(line, _PRODUCTS)
 
 
 def products(run: Run) -> str:
@@ -289,7 +293,7 @@ def products(run: Run) -> str:
         speeds = [ours[f"{which}_tflops"] / theirs[f"{which}_tflops"] for which in _PRODUCTS] if both else []
         for which, speed in zip(_PRODUCTS, speeds, strict=False):
             over[which].append(speed)
-        cells = [shape, *map(str, SHAPES[shape]), *map(product_cell, lines.values())]
+        cells = [shape, *map(str, SHAPES[shape]), *(product_cell(run, each) for each in lines.values())]
         rows.append(f"| {' | '.join([*cells, ' / '.join(f'{speed:.2f}' for speed in speeds)])} |")
     head = [
         f"## Float8 products beside DeepGEMM: {run.gpu}",
@@ -403,14 +407,14 @@ def main(results: Path = RESULTS, target: Path = PAGE) -> int:
     if not runs:
         print(f"there are no {results}/*-layer.jsonl; make them with python3 -m benchmarks.layer", file=sys.stderr)
         return 1
-    further = [
-        *map(sonic_moe, newest_runs(results, "layer-sonic")),
-        *map(peers, newest_runs(results, "layer-peers")),
-        *map(products, newest_runs(results, "deepgemm")),
-        *map(bounds, sorted(results.glob("ncu/*-layer.jsonl"))),
-        differences.section(results, ("layer", "layer-sonic", "layer-peers", "deepgemm")),
-    ]
     try:
+        further = [
+            *map(sonic_moe, newest_runs(results, "layer-sonic")),
+            *map(peers, newest_runs(results, "layer-peers")),
+            *map(products, newest_runs(results, "deepgemm")),
+            *map(bounds, sorted(results.glob("ncu/*-layer.jsonl"))),
+            differences.section(results, ("layer", "layer-sonic", "layer-peers", "deepgemm")),
+        ]
         text = page(runs, further)
     except ValueError as error:
         print(f"layer report: {error}", file=sys.stderr)

@@ -189,8 +189,8 @@ def moe_mlp(
     keeps = keeps_hidden and any(wanted) and paddle.is_grad_enabled()
     maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets, plan.slot_to_row
     attributes = transpose, keeps, *wanted, in_place, workspace, by_slot
-    out, hidden = _run("moe_mlp_float8" if float8 else "moe_mlp", *operands, *maps, *attributes)
-    _stop_gradients(hidden)
+    out, *kept = _run("moe_mlp_float8" if float8 else "moe_mlp", *operands, *maps, *attributes)
+    _stop_gradients(*kept)
     return out
 
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import paddle
 from paddle import Tensor
@@ -81,6 +81,8 @@ class Float8Matrices:
         self._changes: tuple[int, ...] | None = None  # `changes_of` the matrices
         self._watched = Watched()
         self._samples: list[bytes] | None = None
+        self._device_samples: Any = None  # a `samples.DeviceSamples`
+        self._has_device_samples = False  # of the matrices
 
     @property
     def is_empty(self) -> bool:
@@ -89,6 +91,12 @@ class Float8Matrices:
     def clear(self) -> None:
         """Empty the cache; its memory is freed when no backward pass needs it."""
         self._of = self._made = self._samples = None
+        self._has_device_samples = False
+        if self._has_found_change():
+            self._device_samples = None
+
+    def _has_found_change(self) -> bool:
+        return self._device_samples is not None and self._device_samples.have_changed()
 
     def __repr__(self) -> str:
         return f"Float8Matrices({'empty' if self.is_empty else f'of {len(self._of[0])} tensors'})"
@@ -125,6 +133,8 @@ def is_default(kept: Float8Matrices | None, matrices: Matrices | None = None) ->
 
 def holds_others(kept: Float8Matrices, gate_up: Matrices, down: Matrices, transpose: bool) -> bool:
     """True if the cache contains other matrices. An empty one records these for `made_by`."""
+    if kept._has_found_change():
+        _raise_changed()
     count_changes()
     casts_to = paddle.amp.get_autocast_dtype() if paddle.amp.is_autocast_enabled() else None
     facts = transpose, casts_to, _facts_of(gate_up), _facts_of(down)
@@ -145,17 +155,44 @@ def made_by(kept: Float8Matrices, name: str, make: Callable[[], Any]) -> Any:
     return kept._made[1]
 
 
-def check_unchanged(kept: Float8Matrices, function: str, gate_up: Tensor, down: Tensor) -> None:
-    """Raise if the matrices have changed since the first of these calls after `made_by`, unnoticed by the cache."""
-    samples = samples_of((gate_up, down))
-    if kept._samples is None:
-        kept._samples = samples
-    elif samples != kept._samples:
-        expected = (
-            "changed by calls that a Float8Matrices notices, or cleared from it, or given to keep_float8_matrices"
-        )
-        given = "other values than those that were quantised"
-        raise ValueError(f"{function}: matrices with kept codes must be {expected}, but got {given}")
+def check_unchanged(
+    kept: Float8Matrices, kernels: Any, gate_up: Tensor, down: Tensor, made: Any, validation: Validation
+) -> None:
+    """Check that the matrices have not changed since the first of these calls after `made_by`, unnoticed by the cache.
+
+    Under validation a change raises. Otherwise the device compares: results of the call become NaN, and the next call
+    after the comparison raises.
+
+    Args:
+        kept: the cache.
+        kernels: their ``new_samples`` returns a `samples.DeviceSamples`, or None if they compare nothing.
+        gate_up: the first matrices.
+        down: the second ones.
+        made: the cached result of `made_by`, in which codes and scales of both come first.
+        validation: whether to compare on the host.
+    """
+    if validation != Validation.OFF:
+        samples = samples_of((gate_up, down))
+        if kept._samples is None:
+            kept._samples = samples
+        elif samples != kept._samples:
+            _raise_changed()
+        return
+    if kept._device_samples is None:
+        kept._device_samples = kernels.new_samples(gate_up)
+    if kept._device_samples is None:
+        return
+    if kept._has_device_samples:
+        kept._device_samples.compare((gate_up, down), (made[1], made[3]))
+    else:
+        kept._device_samples.take(gate_up, down)
+        kept._has_device_samples = True
+
+
+def _raise_changed() -> NoReturn:
+    expected = "changed by calls that a Float8Matrices notices, or cleared from it, or given to keep_float8_matrices"
+    given = "other values than those that were quantised"
+    raise ValueError(f"moe_mlp: matrices with kept codes must be {expected}, but got {given}")
 
 
 def replaced_by(kept: Float8Matrices, before: Any, made: Any) -> Any:
@@ -294,11 +331,12 @@ class MoeMlp(Call):
         weights: Tensor | None,
         spec: MlpSpec,
         parameters: tuple[Matrices, Matrices],
+        owns_codes: bool,
     ) -> None:
         super().__init__(kernels, x, gate_up, down, weights)
         self.watch(*_maps(spec.plan))
         self.operands: Any = (x, gate_up, down, weights)
-        self.spec = spec
+        self.spec, self.owns_codes = spec, owns_codes
         self.parameters = parameters if spec.accumulates else ()
         self.is_spent = False
 
@@ -306,21 +344,35 @@ class MoeMlp(Call):
         operands, self.operands = _contiguous(self.operands), None
         out, hidden, weights, self.tables = self.kernels.moe_mlp(*operands, self.spec, True)
         self.has_weights = weights is not None
-        unread = () if self.spec.quantized is None else operands[1:3]
-        self.save(*operands[:3], weights, *hidden, unread=unread)
+        unread: Tensors = ()
+        self.forms: tuple[Any, ...] = ()
+        if self.spec.quantized is not None:
+            self.forms = self.kernels.for_backward(self.spec.quantized, self.spec.keeps_hidden)
+            self.spec = self.spec._replace(quantized=None)
+            unread = operands[1], operands[2], *self.forms
+        saved = self.forms if self.owns_codes else ()
+        self.save(*operands[:3], weights, *hidden, *saved, unread=unread)
+        if self.owns_codes:
+            self.forms = tuple(each is not None for each in self.forms)
         return (out,)
 
     def _operands(self) -> tuple[Any, ...]:
-        """The operands of the backward pass, which may overwrite some of them."""
+        """The operands of the backward pass, which may overwrite some of them, and its spec."""
         x, gate_up, down, *others = self.saved
         weights = others.pop(0) if self.has_weights else None
+        forms = self.forms
+        if self.owns_codes:
+            num_hidden = len(others) - sum(forms)
+            others, codes = others[:num_hidden], iter(others[num_hidden:])
+            forms = tuple(next(codes) if is_saved else None for is_saved in forms)
         if self.is_spent:
             raise RuntimeError(
                 f"moe_mlp: a backward pass on the backend {self.kernels.name!r} has overwritten the first product of "
                 "this call, so nothing can use it again, even with retain_graph=True; with keep='x' it can"
             )
         self.is_spent = bool(others) and self.kernels.overwrites_hidden
-        return x, gate_up, down, weights, tuple(others), self.tables
+        spec = self.spec._replace(quantized=forms or None)
+        return x, gate_up, down, weights, tuple(others), self.tables, spec
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
         operands = self._operands()
@@ -329,7 +381,7 @@ class MoeMlp(Call):
             wanted = zip(self.wanted[1:3], self.parameters, strict=True)
             destinations = tuple(destination_of_matrices(each) if want else None for want, each in wanted)
         self.added = frozenset(number for number, each in enumerate(destinations, 1) if each is not None)
-        made = self.kernels.moe_mlp_backward(*gradients, *operands, self.spec, (*self.wanted, False)[:4], destinations)
+        made = self.kernels.moe_mlp_backward(*gradients, *operands, (*self.wanted, False)[:4], destinations)
         return first_order_only(self, made[: len(self.wanted)], *gradients, *operands[:4])
 
 
@@ -337,9 +389,17 @@ class DeferredMlp(MoeMlp):
     """A layer whose gradients of the matrices are deferred. Its inputs are tokens, weights and the parameters."""
 
     def __init__(
-        self, kernels: Kernels, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec
+        self,
+        kernels: Kernels,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        weights: Tensor | None,
+        spec: MlpSpec,
+        owns_codes: bool,
     ) -> None:
-        super().__init__(kernels, x, gate_up, down, weights, spec._replace(accumulates=False), (gate_up, down))
+        spec = spec._replace(accumulates=False)
+        super().__init__(kernels, x, gate_up, down, weights, spec, (gate_up, down), owns_codes)
         self.set_inputs(x, weights, *spec.deferral.leaves)
         self.has_d_weights = weights is not None
         if spec.quantized is None:
@@ -347,14 +407,12 @@ class DeferredMlp(MoeMlp):
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
         kernels, deferral, tables, (d_out,) = self.kernels, self.spec.deferral, self.tables, gradients
-        x, gate_up, down, *others = self._operands()
+        x, gate_up, down, *others, spec = self._operands()
         want_x, want_weights = self.wanted[0], self.has_d_weights and self.wanted[1]
         wanted = [not all(leaf.stop_gradient for leaf in _listed(each)) for each in deferral.matrices]
-        d_x, d_weights, made = kernels.moe_mlp_dgrads(
-            d_out, x, gate_up, down, *others, self.spec, (want_x, want_weights)
-        )
+        d_x, d_weights, made = kernels.moe_mlp_dgrads(d_out, x, gate_up, down, *others, spec, (want_x, want_weights))
         kept = tuple(each if want else None for each, want in zip(made, wanted, strict=True))
-        inner, spec = gate_up.shape[1 if self.spec.transpose else 2] // 2, self.spec
+        inner = gate_up.shape[1 if spec.transpose else 2] // 2
         spec, d_out = spec._replace(quantized=None, deferral=None), owned(d_out)  # codes would stay allocated
 
         def compute(destinations: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -386,19 +444,19 @@ def connected_mlp(
         for each in given
     ]
     trains = spec.deferral is not None or wants_gradient(x, gate_up, down, weights)
+    owns_codes = spec.compute is not None and spec.quantized is None and spec.keeps_hidden and trains
     matrices = gate_up.detach(), down.detach(), spec.transpose
     if spec.quantized is not None:
         made = made_by(spec.quantized, kernels.name, lambda: kernels.quantize_experts(*matrices, trains))
-        if spec.validation != Validation.OFF:
-            check_unchanged(spec.quantized, "moe_mlp", *matrices[:2])
+        check_unchanged(spec.quantized, kernels, *matrices[:2], made, spec.validation)
         if trains:
             made = replaced_by(spec.quantized, made, kernels.for_both_passes(made))
         spec = spec._replace(quantized=made)
-    elif spec.compute is not None and spec.keeps_hidden and trains:
+    elif owns_codes:
         spec = spec._replace(quantized=kernels.quantize_experts(*matrices, True))
     if not trains:
         return kernels.moe_mlp(x, gate_up, down, weights, spec, False)[0]
     operands = x, gate_up, down, weights
     if spec.deferral is not None:
-        return connect(DeferredMlp(kernels, *operands, spec), x, weights, *spec.deferral.leaves)[0]
-    return connect(MoeMlp(kernels, *operands, spec, given), *operands)[0]
+        return connect(DeferredMlp(kernels, *operands, spec, owns_codes), x, weights, *spec.deferral.leaves)[0]
+    return connect(MoeMlp(kernels, *operands, spec, given, owns_codes), *operands)[0]

@@ -24,6 +24,9 @@ class Float8Parts(Protocol):
 
     name: str
 
+    def new_samples(self, like: Tensor) -> Any:
+        """Return a `samples.DeviceSamples`, or None if nothing is compared on the device."""
+
     def codes_of(self, matrix: Tensor) -> Tensors:
         """Return float8 codes of [E, A, B] matrices, and a scale for each 128 x 128 elements."""
 

@@ -22,6 +22,7 @@ from .base import FLOAT8_ROWS, GemmSpec, Matrices, MlpSpec, Tensors, Validation
 from .experts import connected_mlp
 from .groups import check_plan_groups
 from .quantized import FLOAT8_FORMAT, FORMATS, QuantizedMatrices
+from .samples import DeviceSamples
 from .stacking import stack_or_view
 
 __all__ = [
@@ -152,6 +153,17 @@ class LayerKernels:
             return quantized
         return (*quantized, *map(_transposed, quantized))
 
+    def new_samples(self, like: Tensor) -> DeviceSamples:
+        return DeviceSamples(like)
+
+    def for_backward(self, quantized: Tensors, keeps_hidden: bool) -> tuple[Tensor | None, ...]:
+        if not self.overwrites_hidden:
+            return quantized
+        unread: list[Tensor | None] = [None] * _FORMS
+        if not keeps_hidden:  # the first GEMM runs again
+            unread[:2] = quantized[:2]
+        return (*unread, *quantized[_FORMS:])
+
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool
     ) -> tuple[Tensor, Tensors, Tensor | None, None]:
@@ -274,6 +286,9 @@ class _LibraryFloat8:
     """`Float8Parts` of the library."""
 
     name = "matmul"  # `LayerKernels` without kernels has the same codes
+
+    def new_samples(self, like: Tensor) -> DeviceSamples:
+        return DeviceSamples(like)
 
     def codes_of(self, matrix: Tensor) -> Tensors:
         return quantized_matrices(matrix)

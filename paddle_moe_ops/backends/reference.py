@@ -308,6 +308,12 @@ class ReferenceKernels:
     def for_both_passes(self, quantized: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return quantized
 
+    def new_samples(self, like: Tensor) -> None:
+        return None
+
+    def for_backward(self, quantized: tuple[Tensor, Tensor], keeps_hidden: bool) -> tuple[Tensor, Tensor]:
+        return quantized
+
     def moe_mlp(
         self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec, keeps: bool
     ) -> tuple[Tensor, Tensors, Tensor | None, None]:
@@ -415,6 +421,9 @@ class _Float8:
 
     def __init__(self, kernels: ReferenceKernels) -> None:
         self._kernels = kernels
+
+    def new_samples(self, like: Tensor) -> None:
+        return None
 
     def codes_of(self, matrix: Tensor) -> Tensors:
         codes = reference.quantize_128x128(to_numpy(matrix), amax_min=reference.FLOAT8_AMAX_MIN)

@@ -252,7 +252,7 @@ class SwiGLUExperts(nn.Layer):
                 them and keeps the codes, 2 bytes for each element, or 1 if no gradient is required; False reuses these
                 codes until a change is noticed; None quantises the matrices in each call and ignores kept codes, unless
                 `keep_float8_matrices` or `expert_parallel.distributed_optimizer` was called. Without ``compute`` it has
-                no effect, and a warning says so. In a static graph each pass quantises the matrices, and the argument
+                no effect, and a warning says so. In a static graph each call quantises the matrices, and the argument
                 must be None.
 
         Returns:

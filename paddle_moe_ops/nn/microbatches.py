@@ -22,7 +22,7 @@ def set_is_first_microbatch(model: nn.Layer) -> int:
     changes of parameters that are not noticed. Megatron-LM has a function of this name for the layers of
     TransformerEngine.
 
-    Calls with ``is_first_microbatch`` do what it says. Programs quantise matrices in each pass. A copy of a model keeps
+    Calls with ``is_first_microbatch`` do what it says. Programs quantise matrices in each call. A copy of a model keeps
     nothing until this is called for it. No host synchronisation.
 
     Args:
@@ -65,11 +65,16 @@ def keep_float8_matrices(model: nn.Layer) -> int:
     of ``paddle._C_ops``.
 
     **Not noticed** are writes by functions whose ``out`` is a parameter, through DLPack, by operators in place on a
-    flat buffer of parameters, and by operators of your own that do not declare them: call this again afterwards. On a
-    CPU, and everywhere with ``PADDLE_MOE_OPS_VALIDATE=1``, a call compares 1024 elements of each matrix with those that
-    were quantised, and raises ValueError if they differ.
+    flat buffer of parameters, and by operators of your own that do not declare them: call this again afterwards. If
+    you forget, there is an error in place of stale results. On a CPU, and everywhere with
+    ``PADDLE_MOE_OPS_VALIDATE=1``, a call compares 1024 elements of each matrix with those that were quantised, and
+    raises ValueError if they differ. On a GPU without it, a kernel compares 16384 elements of each: if they differ,
+    results of the call are NaN, and the next call after the kernel has run raises, until this is called again. A
+    write that changes few elements of a matrix may escape both.
 
-    A copy of a model keeps nothing until this is called for it. No host synchronisation, but for that comparison.
+    A copy of a model keeps nothing until this is called for it. No host synchronisation, but under validation. A CUDA
+    graph that captures a call with kept codes replays these codes: after a change its results are NaN. Capture after
+    a call that has filled the cache.
 
     Args:
         model: any layer.

@@ -66,20 +66,30 @@ def test_a_row_has_the_shape_all_implementations_and_the_memory(written):
     assert cells[-4:] == ["5 / 9", "3", "9", "7"]
 
 
-def test_a_wrong_result_of_this_package_is_refused(tmp_path, capsys):
-    wrong = {
-        "shape": "mixtral",
-        "routing": "even",
-        "impl": "ours",
-        "mode": "graph",
-        "error": "out is 7 of its norm off",
-    }
-    lines = "".join(json.dumps(each) + "\n" for each in (MACHINE, line(), wrong))
-    (tmp_path / "a-layer.jsonl").write_text(lines, encoding="utf-8")
-    assert report.main(tmp_path, tmp_path / "page.md") == 1
-    assert not (tmp_path / "page.md").exists()
-    message = "a-layer.jsonl, mixtral: ours must be right, but got out is 7 of its norm off; measure it again"
+def assert_refused(folder, capsys, name, *lines):
+    for path, each in (("a-layer.jsonl", [line("mixtral")]), (name, lines)):
+        text = "".join(json.dumps(row) + "\n" for row in (MACHINE | {"deep_gemm": "0.1"}, *each))
+        (folder / path).write_text(text, encoding="utf-8")
+    assert report.main(folder, folder / "page.md") == 1
+    assert not (folder / "page.md").exists()
+    message = f"{name}, mixtral: {lines[-1]['impl']} must be right, but got {lines[-1]['error']}; measure it again"
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", ["out is 7 of its norm off", "RuntimeError: wrong launch"])
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.parametrize("impl", ["ours", "ours, float8, matrices kept", "ours, Triton alone"])
+def test_a_wrong_result_of_this_package_is_refused(impl, mode, error, tmp_path, capsys):
+    wrong = {"shape": "mixtral", "routing": "even", "impl": impl, "mode": mode, "error": error}
+    others = {"ours", impl} if mode == "eager" else {"ours"} - {impl}  # a table has the shapes and columns of graphs
+    right = [line("mixtral", each) for each in sorted(others)]
+    assert_refused(tmp_path, capsys, "a-layer.jsonl", line(), *right, wrong)
+
+
+@pytest.mark.parametrize("impl", ["ours", "ours, in a layer"])
+def test_a_wrong_float8_product_of_this_package_is_refused(impl, tmp_path, capsys):
+    wrong = {**products_line(impl, 0.0), "shape": "mixtral", "error": "RuntimeError: wrong launch"}
+    assert_refused(tmp_path, capsys, "a-deepgemm.jsonl", products_line("DeepGEMM", 1.0, 1.0), wrong)
 
 
 def test_the_newest_run_of_each_gpu_counts(written):

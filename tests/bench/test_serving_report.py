@@ -41,9 +41,10 @@ def test_a_peer_may_be_wrong_or_absent(tmp_path: Path) -> None:
     assert "SGLang 0" not in text
 
 
-def test_wrong_results_of_this_package_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["ours", "ours, maps given"])
+def test_wrong_results_of_this_package_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"wrong results at \[\('A', 'int8', 4\)\]; measure again$"):
-        page_of(tmp_path, kind="int8", ours={"error": "out is 1 of its norm off"})
+        page_of(tmp_path, kind="int8", **{name: {"error": "RuntimeError: out is 1 of its norm off"}})
 
 
 def test_the_results_of_the_repository_make_a_page(tmp_path: Path) -> None:

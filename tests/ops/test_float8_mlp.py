@@ -234,6 +234,13 @@ def test_matrices_that_are_kept_to_serve_take_half_of_the_memory_and_then_train(
         assert_bits_equal(leaf.grad, expected[name], what=name)
 
 
+def test_a_backward_pass_keeps_the_forms_that_its_kernels_read():
+    forms, none = tuple("abcdefgh"), (None, None)  # of both matrices for the forward pass, then for the backward pass
+    assert layers.LayerKernels(True).for_backward(forms, True) == (*none, *none, *forms[4:])
+    assert layers.LayerKernels(True).for_backward(forms, False) == (*forms[:2], *none, *forms[4:])
+    assert layers.LayerKernels(False).for_backward(forms[:4], False) == forms[:4]
+
+
 def test_with_kept_matrices_tokens_that_were_changed_in_place_raise(rng, place, backend):
     layer = Float8Layer(rng, ODD)
     leaves = layer.leaves(place)

@@ -14,7 +14,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_moe_ops import use_backend
+from paddle_moe_ops import reference, use_backend
 from paddle_moe_ops.backends import compiled, register_operators
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.testing.equality import assert_bits_equal
@@ -193,8 +193,27 @@ def test_what_is_given_of_rows_of_no_expert_is_zero(sizes, rng, place):
     operands, plan = operands_of(layer, place, leaves)
     maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets, plan.slot_to_row
     with paddle.no_grad():
-        _, hidden = compiled.direct("moe_mlp_float8", *operands, *maps, False, True, *[False] * 5, 1 << 30, False)
+        _, hidden, _ = compiled.direct("moe_mlp_float8", *operands, *maps, False, True, *[False] * 5, 1 << 30, False)
     unused = np.flatnonzero(layer.plan.row_to_token < 0)
     assert len(unused) > 1000
     assert not to_numpy(hidden)[unused].astype(np.float32).any()
     assert not to_numpy(of_operator(layer, place)["probs"])[unused].any()
+
+
+@pytest.mark.cpu_only  # kernels keep the transposed form
+@pytest.mark.parametrize("transpose", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("keeps", KEEPS.values(), ids=KEEPS)
+def test_codes_and_scales_of_both_matrices_are_kept_with_the_first_product(keeps, transpose, rng, place):
+    layer = Float8Layer(rng, ODD, BF16, transpose=transpose, form="by row")
+    operands, plan = operands_of(layer, place, layer.leaves(place))
+    maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets, plan.slot_to_row
+    with paddle.no_grad():
+        made = compiled.direct("moe_mlp_float8", *operands, *maps, transpose, keeps, *[False] * 5, 1 << 30, False)
+    kept = to_numpy(made[2]).tobytes()
+    matrices = [layer.arrays[name] for name in ("gate_up", "down") if keeps]
+    forms = [reference.quantize_128x128(each, amax_min=reference.FLOAT8_AMAX_MIN) for each in matrices]
+    codes = [each.tobytes() for each, _ in forms]
+    gaps = [b"\0" * (-len(each) % 256) for each in codes]
+    assert not keeps or max(map(len, gaps)) > 0
+    pairs = zip(codes, gaps, strict=True)
+    assert kept == b"".join([*(each + gap for each, gap in pairs), *(scales.tobytes() for _, scales in forms)])

@@ -9,9 +9,12 @@ import gc
 import numpy as np
 import paddle
 import pytest
+from paddle.distributed.fleet.utils import recompute
 
 from paddle_moe_ops import (
+    Float8Matrices,
     dequantize_1x128,
+    moe_mlp,
     moe_permute,
     moe_unpermute,
     permute,
@@ -149,3 +152,50 @@ def test_inference_keeps_nothing(ids, place):
     with paddle.no_grad():
         rows, _ = permute(source * 1.0, plan)
     assert allocated_bytes() - before - rows.size * 4 < SLACK
+
+
+INNER = 64
+MATRIX_ELEMENTS = 3 * E * H * INNER
+HIDDEN_BYTES = T * K * 2 * INNER * 4
+
+
+@pytest.fixture
+def float8_layer(ids, place):
+    """A layer of float8 experts without a router, by its tokens."""
+    plan = route(ids, num_experts=E)
+    matrices = [tensor(np.ones(shape, np.float32), place) for shape in ((E, H, 2 * INNER), (E, INNER, H))]
+
+    def call(x, **options):
+        return moe_mlp(x, plan, None, *matrices, compute="fp8_1x128", **options)
+
+    return call
+
+
+def test_float8_experts_keep_a_byte_for_each_element_of_their_matrices(float8_layer, place):
+    kept = kept_for_backward(leaf(T, place), float8_layer)
+    expected = TOKEN_BYTES + HIDDEN_BYTES + MATRIX_ELEMENTS
+    assert expected <= kept < expected + SLACK
+
+
+@pytest.mark.parametrize("options", [{"keep": "x"}, {"float8_matrices": Float8Matrices()}], ids=["x", "a cache"])
+def test_float8_experts_that_share_or_recompute_codes_keep_none_of_their_own(options, float8_layer, place):
+    with paddle.no_grad():
+        float8_layer(leaf(T, place), **options)  # fills the cache
+    kept = kept_for_backward(leaf(T, place), lambda x: float8_layer(x, **options))
+    expected = TOKEN_BYTES + HIDDEN_BYTES * (options.get("keep") != "x")
+    assert expected <= kept < expected + SLACK
+
+
+def test_recomputed_float8_experts_keep_their_tokens_alone(float8_layer, place):
+    kept = kept_for_backward(leaf(T, place), lambda x: recompute(float8_layer, x, use_reentrant=False))
+    assert TOKEN_BYTES <= kept < TOKEN_BYTES + SLACK
+
+
+def test_the_backward_pass_frees_codes_of_float8_experts_though_the_loss_lives_on(float8_layer, place):
+    source = leaf(T, place)
+    before = allocated_bytes()
+    loss = float8_layer(source * 1.0).sum()
+    assert allocated_bytes() - before >= MATRIX_ELEMENTS
+    loss.backward()
+    source.grad = None
+    assert allocated_bytes() - before < SLACK

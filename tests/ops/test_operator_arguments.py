@@ -150,10 +150,43 @@ def test_gradients_of_other_sizes_than_the_product_raise(operator, first, second
     assert str(caught.value) == f"grouped_gemm: {wrong_shape('the gradient of the product', expected, given)}"
 
 
+VALUES, SAMPLES = zeros(E, 7), zeros(4)
+NOT_THEIRS = "the samples must be those of the matrices"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({0: zeros(E, 7, dtype=np.int8)}, "the matrices must be contiguous, of 2 or 4 bytes for each element"),
+        ({0: zeros(E, 7, dtype=np.float64)}, "the matrices must be contiguous, of 2 or 4 bytes for each element"),
+        ({0: zeros(E, 6)}, NOT_THEIRS),
+        ({1: 0}, NOT_THEIRS),
+        ({1: 7}, NOT_THEIRS),
+        ({2: zeros(0)}, NOT_THEIRS),
+        ({2: zeros(5)}, NOT_THEIRS),
+        ({2: zeros(4, dtype=np.float16)}, "the samples must be float32, but got float16"),
+        ({3: zeros(1)}, "the word must be int32, but got float32"),
+        ({3: zeros(0, dtype=np.int32)}, NOT_THEIRS),
+        ({4: zeros(3, dtype=np.int32)}, "the scales must be float32, but got int32"),
+    ],
+)
+def test_samples_of_other_matrices_are_refused(changes, message, place):
+    """The operators are called directly alone: every 6th of 21 elements."""
+    register_operators()
+    good = {0: VALUES, 1: 6, 2: SAMPLES, 3: zeros(1, dtype=np.int32), 4: zeros(3)}
+    made = [[each(place) if callable(each) else each for each in ({**good, **own}).values()] for own in ({}, changes)]
+    compiled.direct("compare_samples", *made[0])
+    with pytest.raises(ValueError, match=f"^moe_mlp: {re.escape(message)}$"):
+        compiled.direct("compare_samples", *made[1])
+    if changes.keys() <= {0, 1}:
+        with pytest.raises(ValueError, match=f"^moe_mlp: {re.escape(message)}$"):
+            compiled.direct("take_samples", made[1][0], 4, made[1][1])
+
+
 # Requirements that have a test of their own, here or where there are two devices.
 ELSEWHERE = {
     *("all tensors must be on one device", ": every tensor must be ", "the gradient of the product must be "),
-    *(NO_TENSOR, "the matrices must be "),
+    *(NO_TENSOR, "the matrices must be ", "the samples must be ", "the word must be "),
     # test_dygraph_operators.py, and a second device
     *("x[0] must be ", "sizes must be multiples of 128", "matrices must be alike", "counts must add up to the rows"),
     *("rows must have an even number of columns", "do2_s must be ", "matrices must be on one device"),

@@ -30,6 +30,7 @@ LAYERS = (
     {"backends"},
     {"backends.triton", "backends.matmul", "backends.reference"},
     {"backends.layers"},
+    {"backends.samples"},
     {"backends.compiled"},
     {
         *(
@@ -170,7 +171,7 @@ def test_only_the_chooser_imports_backend_implementations():
     implementations = {"backends.compiled", "backends.triton", "backends.matmul", "backends.reference"}
     importers = {name for name, path in MODULES if own_imports(name, path) & implementations}
     # Other backends leave whole layers, and Paddle's matmul of groups in host memory, to operators of the library.
-    assert importers - {"backends"} <= {"_report", "backends.layers", "backends.matmul"}
+    assert importers - {"backends"} <= {"_report", "backends.layers", "backends.matmul", "backends.samples"}
 
 
 def test_reference_imports_nothing_of_ours_and_no_framework():

@@ -95,6 +95,23 @@ def test_a_program_keeps_the_first_product_as_it_is():
         assert_bits_equal(made[name], expected, what=name)
 
 
+@pytest.mark.parametrize("keep", ["h", "x"])
+def test_a_backward_pass_of_a_program_reads_codes_of_its_forward_pass(keep):
+    """With keep="x" each pass quantises the matrices, which others may have changed in between."""
+    layer, x = layer_of(num_shared_experts=0, keep=keep), paddle.randn([33, H])
+    program = traced(layer)
+    due = run(program, x)
+    x.stop_gradient = False
+    out = program(x)
+    with paddle.no_grad():
+        for each in layer.experts.parameters():
+            each.set_value(each * 2.0)
+    (out * paddle.linspace(-1, 1, H)).sum().backward()
+    made = {"x": x.grad, "down": layer.experts.down.grad}
+    equal = [np.array_equal(to_numpy(each), due[name.replace("down", "experts.down")]) for name, each in made.items()]
+    assert equal == [keep == "h"] * 2
+
+
 def test_tokens_of_three_dimensions_and_no_tokens():
     layer = layer_of()
     twin = twin_of(layer)
@@ -224,7 +241,7 @@ def test_matrices_cannot_be_kept_in_a_program(first):
         return layer(x, is_first_microbatch=first)
 
     program = paddle.jit.to_static(call, full_graph=True)
-    text = "is_first_microbatch must be None in a static graph, whose passes quantise the matrices each time, but got "
+    text = "is_first_microbatch must be None in a static graph, which quantises the matrices in each call, but got "
     with pytest.raises(ValueError, match=f"MoELayer: {text}{first}"):
         program(paddle.randn([5, H]))
     assert layer.experts.float8_matrices.is_empty

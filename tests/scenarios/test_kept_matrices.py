@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import io
-import re
 import warnings
 from types import SimpleNamespace
 
@@ -18,7 +17,6 @@ from paddle.distributed import fleet
 from paddle.distributed.fleet.utils import recompute
 from paddle.incubate.optimizer import LookAhead, ModelAverage
 from paddle.jit.dy2static.convert_call_func import convert_call
-from paddle.utils.dlpack import from_dlpack, to_dlpack
 
 from paddle_moe_ops import Float8Matrices
 from paddle_moe_ops.backends import layers
@@ -57,8 +55,8 @@ def new_layer(**options):
 
 
 def exact(layer, x):
-    """The output of a layer that quantises in each pass."""
-    other = new_layer()
+    """The output of a layer that quantises in each call."""
+    other = new_layer(activation=layer.experts.activation)
     other.set_state_dict(layer.state_dict())
     with paddle.no_grad():
         return other(x)
@@ -216,30 +214,6 @@ def test_a_change_is_noticed(change, trains):
     assert np.abs(to_numpy(made) - to_numpy(before)).max() > 0
 
 
-WRITES_UNNOTICED = {
-    "out=": lambda layer: paddle.add(layer.experts.down, paddle.ones([1]), out=layer.experts.down),
-    "DLPack": lambda layer: from_dlpack(to_dlpack(layer.experts.down)).fill_(0.5),
-    "a flat buffer in place": lambda layer: flat(lambda buffer: buffer.scale_(0.5))(layer, paddle.randn([T, H])),
-}
-
-
-@pytest.mark.parametrize("write", WRITES_UNNOTICED.values(), ids=WRITES_UNNOTICED)
-def test_a_change_that_is_not_noticed_raises_where_data_are_checked(write):
-    layer, x = new_layer(), paddle.randn([T, H])
-    keep_float8_matrices(layer)
-    with paddle.no_grad():
-        layer(x)
-        write(layer)
-        text = (
-            "moe_mlp: matrices with kept codes must be changed by calls that a Float8Matrices notices, or cleared from "
-            "it, or given to keep_float8_matrices, but got other values than those that were quantised"
-        )
-        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-            layer(x)
-        keep_float8_matrices(layer)
-        assert_bits_equal(layer(x), exact(layer, x), what="out")
-
-
 def test_each_call_quantises_once_for_both_passes_and_keeps_nothing(quantised):
     layer, x = new_layer(), paddle.randn([T, H])
     for number in range(2):
@@ -248,11 +222,12 @@ def test_each_call_quantises_once_for_both_passes_and_keeps_nothing(quantised):
     assert layer.experts.float8_matrices.is_empty
 
 
-def enabled_scaler(monkeypatch):
-    """Paddle's scaler, which is off on a CPU."""
+def enabled_scaler(monkeypatch, kind=paddle.amp.GradScaler):
+    """A scaler, which Paddle turns off on a CPU, and everywhere in float32."""
     place = SimpleNamespace(is_gpu_place=lambda: True)
     monkeypatch.setattr(grad_scaler, "_dygraph_tracer", lambda: SimpleNamespace(_expected_place=place))
-    return paddle.amp.GradScaler(init_loss_scaling=8.0)
+    monkeypatch.setattr(grad_scaler, "amp_global_state", lambda: SimpleNamespace(amp_dtype="float16"))
+    return kind(init_loss_scaling=8.0, decr_every_n_nan_or_inf=2)
 
 
 @pytest.mark.parametrize("optimizer", [paddle.optimizer.SGD, paddle.optimizer.AdamW])
@@ -267,6 +242,7 @@ def test_a_step_by_grad_scaler_is_noticed_once(optimizer, monkeypatch, quantised
         scaler.update()
         optimizer.clear_grad()
     made = layer(x)
+    assert scaler.is_enable()
     assert len(quantised) == 3
     assert_bits_equal(made, exact(layer, x), what="out")
 
@@ -445,7 +421,7 @@ def test_an_explicit_argument_does_what_it_says(quantised):
     assert len(quantised) == 1
 
 
-def test_programs_quantise_in_each_pass():
+def test_programs_quantise_in_each_call():
     layer, x = new_layer(), paddle.randn([T, H])
     keep_float8_matrices(layer)
     layer.eval()

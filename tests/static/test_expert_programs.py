@@ -131,8 +131,8 @@ def test_a_program_has_one_operator_for_a_layer_and_none_that_reads_sizes(dtype,
 @BY_DTYPE
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "made again"])
 @pytest.mark.parametrize("operator", ["moe_mlp", "moe_mlp_float8"])
-def test_a_program_knows_shapes_and_dtypes_of_both_results(operator, keeps, dtype, rng, place):
-    """Results of the operator: the sums, and the first product if a backward pass is to read it."""
+def test_a_program_knows_shapes_and_dtypes_of_all_results(operator, keeps, dtype, rng, place):
+    """Results of the operator: the sums, and for a backward pass the first product, and in float8 the matrices."""
 
     def call(x, scores, gate_up, down):
         plan = route(paddle.topk(scores, K)[1], num_experts=E)
@@ -144,12 +144,14 @@ def test_a_program_knows_shapes_and_dtypes_of_both_results(operator, keeps, dtyp
         )
 
     register_operators()
-    out, hidden = call(*(tensor(each, place) for each in arrays(rng, 63, dtype).values()))
+    out, hidden, *codes = call(*(tensor(each, place) for each in arrays(rng, 63, dtype).values()))
     with static_mode(), paddle.static.program_guard(paddle.static.Program()):
         inputs = [paddle.static.data(each.name, list(each.shape), each.dtype) for each in specs(dtype)]
         known = [(list(each.shape), each.dtype) for each in call(*inputs)]
     assert [out.shape, hidden.shape] == [[63, D], [63 * K if keeps else 0, 2 * N]]
-    assert known == [([-1, D], out.dtype), ([-1 if keeps else 0, 2 * N], hidden.dtype)]
+    results = [([-1, D], out.dtype), ([-1 if keeps else 0, 2 * N], hidden.dtype)]
+    assert known == results + [(each.shape, each.dtype) for each in codes]
+    assert [each.shape[0] > 3 * E * D * N for each in codes] == [keeps] * (operator == "moe_mlp_float8")
 
 
 def test_a_backward_pass_of_a_graph_overwrites_nothing_that_is_kept(monkeypatch):

@@ -135,6 +135,7 @@ def test_a_program_has_one_operator_for_a_layer_and_none_that_reads_sizes(dtype,
     found = re.findall(r'"(?:custom_op|pd_op)\.(\w+)"', program_of(dtype, (64, 128)))
     assert found.count("pmo_moe_mlp_float8") == found.count("pmo_moe_mlp_float8_grad") == 1
     assert not {"pmo_moe_mlp", "matmul", "split", "concat", "memcpy_d2h", "unbind"} & {*found}
+    assert found.count("full_like") == 1  # the first gradient of the backward pass, and none for saved tensors
 
 
 @pytest.mark.cpu_only  # on the rig's device Paddle's optimizers change nothing in programs
@@ -273,7 +274,7 @@ def test_bad_arguments_are_named(changes, text, rng, place):
 def test_kept_matrices_are_named(rng, place):
     given, kept = arrays(rng, 5, "float32", (16, 8)), Float8Matrices()
     function = layer_with(compute=FLOAT8, float8_matrices=kept)
-    text = "float8_matrices must be None in a static graph, whose passes quantise the matrices each time, but got "
+    text = "float8_matrices must be None in a static graph, which quantises the matrices in each call, but got "
     with pytest.raises(ValueError, match=f"moe_mlp: {text}"):
         run(traced(function, "float32", (16, 8)), given, place)
     assert kept.is_empty

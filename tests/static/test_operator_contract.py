@@ -29,10 +29,9 @@ SOURCES = Path(paddle_moe_ops.__file__).parent / "csrc" / "paddle"
 
 
 def declared(kind: str) -> list[str]:
-    """The operators that the sources declare; PMO_MLP_OPERATOR declares one with its gradients."""
+    """The operators that the sources declare."""
     texts = [source.read_text("utf-8") for source in SOURCES.glob("*.cc")]
-    pattern = rf"(?:PD_BUILD_{kind}\(|PMO_MLP_OPERATOR\()(\w+)"
-    return sorted(name for text in texts for name in re.findall(pattern, text))
+    return sorted(name for text in texts for name in re.findall(rf"PD_BUILD_{kind}\((\w+)", text))
 
 
 OPERATORS = declared("OP")

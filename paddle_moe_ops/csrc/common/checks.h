@@ -16,6 +16,7 @@
 #include "pmo/ranks.h"
 #include "pmo/route.h"
 #include "pmo/row_id_map.h"
+#include "pmo/samples.h"
 #include "pmo/topk.h"
 
 namespace pmo {
@@ -52,6 +53,7 @@ int check_grouped_outer(const pmo_grouped_outer_params& p);
 int check_grouped_float8(const pmo_grouped_float8_params& p);
 int check_quantize_blocks(const pmo_quantize_blocks_params& p);
 int check_dequantize_matrices(const pmo_dequantize_matrices_params& p);
+int check_samples(const pmo_samples_params& p);
 int check_paddle_quantize(const pmo_paddle_quantize_params& p);
 int check_paddle_swiglu(const pmo_paddle_swiglu_params& p);
 int check_paddle_swiglu_backward(const pmo_paddle_swiglu_backward_params& p);

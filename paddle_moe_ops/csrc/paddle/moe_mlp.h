@@ -21,7 +21,6 @@
 #include <memory>
 #include <vector>
 
-#include "common/scales.h"
 #include "paddle/attributes.h"
 #include "paddle/binding.h"
 #include "paddle/grouped.h"
@@ -162,9 +161,6 @@ class ExpertLayer {
   const bool has_kernels_;
 };
 
-// Codes and scales of matrices [E, A, B], and of their transposes, as the flags say: by one launch.
-Outputs quantize_matrices(const paddle::Tensor& matrices, bool straight, bool turned);
-
 // The layer in the dtype of its tokens, and the one with float8 operands.
 std::unique_ptr<ExpertLayer> new_layer(const MlpAttributes& attributes, const MlpOperands& operands, const paddle::Tensor* hidden,
                                        const paddle::Tensor* d_out);
@@ -212,51 +208,6 @@ std::vector<paddle::DataType> mlp_double_backward_dtypes(
     const paddle::DataType&, const paddle::DataType&, const paddle::DataType&, const paddle::DataType&, const paddle::DataType&,
     const paddle::DataType&, const paddle::DataType& d_out, const paddle::DataType&, const paddle::DataType&,
     const paddle::DataType&, const paddle::DataType&);
-
-template <typename Layer>
-Outputs run_mlp(const MlpAttributes& a, const paddle::Tensor& x, const paddle::Tensor& gate_up, const paddle::Tensor& down,
-                const paddle::Tensor& weights, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
-                const paddle::Tensor& sizes, const paddle::Tensor& offsets, const paddle::Tensor& slot_to_row) {
-  const MlpOperands operands = {x, gate_up, down, weights, token_rows, row_to_token, sizes, offsets, slot_to_row};
-  return mlp_forward(a, Layer(a, operands), operands);
-}
-
-template <typename Layer>
-Outputs run_mlp_backward(const MlpAttributes& a, const paddle::Tensor& x, const paddle::Tensor& gate_up,
-                         const paddle::Tensor& down, const paddle::Tensor& weights, const paddle::Tensor& token_rows,
-                         const paddle::Tensor& row_to_token, const paddle::Tensor& sizes, const paddle::Tensor& offsets,
-                         const paddle::Tensor& slot_to_row, const paddle::Tensor& hidden, const paddle::Tensor& d_out) {
-  const MlpOperands operands = {x, gate_up, down, weights, token_rows, row_to_token, sizes, offsets, slot_to_row};
-  return mlp_backward(a, Layer(a, operands, &hidden, &d_out), operands, hidden, d_out);
-}
-
-// Registers the operator of an `ExpertLayer`, its gradient, and the gradient of that.
-#define PMO_MLP_OPERATOR(NAME, LAYER)                                                                                        \
-  PD_BUILD_OP(NAME)                                                                                                          \
-      .Inputs({"x", "gate_up", "down", "weights", "token_rows", "row_to_token", "sizes", "offsets", "slot_to_row"})          \
-      .Outputs({"out", "hidden"})                                                                                            \
-      .Attrs(MlpAttributes::names())                                                                                         \
-      .SetKernelFn(PMO_KERNEL(run_mlp<LAYER>))                                                                               \
-      .SetInferShapeFn(PMO_INFER_SHAPE(mlp_shapes))                                                                          \
-      .SetInferDtypeFn(PMO_INFER_DTYPE(mlp_dtypes));                                                                         \
-  PD_BUILD_GRAD_OP(NAME)                                                                                                     \
-      .Inputs({"x", "gate_up", "down", "weights", "token_rows", "row_to_token", "sizes", "offsets", "slot_to_row", "hidden", \
-               paddle::Grad("out")})                                                                                         \
-      .Outputs({paddle::Grad("x"), paddle::Grad("gate_up"), paddle::Grad("down"), paddle::Grad("weights")})                  \
-      .Attrs(MlpAttributes::names())                                                                                         \
-      .SetKernelFn(PMO_KERNEL(run_mlp_backward<LAYER>))                                                                      \
-      .SetInferShapeFn(PMO_INFER_SHAPE(mlp_backward_shapes))                                                                 \
-      .SetInferDtypeFn(PMO_INFER_DTYPE(mlp_backward_dtypes));                                                                \
-  PD_BUILD_DOUBLE_GRAD_OP(NAME)                                                                                              \
-      .Inputs({"x", "gate_up", "down", "weights", "token_rows", "row_to_token", "sizes", "offsets", "slot_to_row", "hidden", \
-               paddle::Grad("out"), paddle::Grad(paddle::Grad("x")), paddle::Grad(paddle::Grad("gate_up")),                  \
-               paddle::Grad(paddle::Grad("down")), paddle::Grad(paddle::Grad("weights"))})                                   \
-      .Outputs({paddle::Grad("x"), paddle::Grad("gate_up"), paddle::Grad("down"), paddle::Grad("weights"),                   \
-                paddle::Grad(paddle::Grad("out"))})                                                                          \
-      .Attrs(MlpAttributes::names())                                                                                         \
-      .SetKernelFn(PMO_KERNEL(mlp_double_backward))                                                                          \
-      .SetInferShapeFn(PMO_INFER_SHAPE(mlp_double_backward_shapes))                                                          \
-      .SetInferDtypeFn(PMO_INFER_DTYPE(mlp_double_backward_dtypes))
 
 }  // namespace binding
 }  // namespace pmo

@@ -43,6 +43,21 @@ class Layer : public ExpertLayer {
   }
 };
 
+Outputs run(const MlpAttributes& a, const paddle::Tensor& x, const paddle::Tensor& gate_up, const paddle::Tensor& down,
+            const paddle::Tensor& weights, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
+            const paddle::Tensor& sizes, const paddle::Tensor& offsets, const paddle::Tensor& slot_to_row) {
+  const MlpOperands operands = {x, gate_up, down, weights, token_rows, row_to_token, sizes, offsets, slot_to_row};
+  return mlp_forward(a, Layer(a, operands), operands);
+}
+
+Outputs run_backward(const MlpAttributes& a, const paddle::Tensor& x, const paddle::Tensor& gate_up, const paddle::Tensor& down,
+                     const paddle::Tensor& weights, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
+                     const paddle::Tensor& sizes, const paddle::Tensor& offsets, const paddle::Tensor& slot_to_row,
+                     const paddle::Tensor& hidden, const paddle::Tensor& d_out) {
+  const MlpOperands operands = {x, gate_up, down, weights, token_rows, row_to_token, sizes, offsets, slot_to_row};
+  return mlp_backward(a, Layer(a, operands, &hidden, &d_out), operands, hidden, d_out);
+}
+
 // True if the groups ascend within the rows, as those of a plan do. Both tensors are on the host.
 bool are_groups(const paddle::Tensor& sizes, const paddle::Tensor& offsets, int64_t num_rows) {
   const paddle::Tensor lengths = dense(sizes), starts = dense(offsets);
@@ -85,7 +100,7 @@ Outputs quick_moe_mlp(const paddle::Tensor& x, const paddle::Tensor& gate_up, co
                       const paddle::Tensor& sizes, const paddle::Tensor& offsets, const paddle::Tensor& slot_to_row,
                       int64_t transpose, int64_t workspace_mb, int64_t by_row) {
   const MlpAttributes attributes = {transpose != 0, false, false, false, false, false, false, workspace_mb << 20, by_row == 0};
-  return {run_mlp<Layer>(attributes, x, gate_up, down, weights, token_rows, row_to_token, sizes, offsets, slot_to_row)[0]};
+  return {run(attributes, x, gate_up, down, weights, token_rows, row_to_token, sizes, offsets, slot_to_row)[0]};
 }
 
 }  // namespace
@@ -95,6 +110,33 @@ std::unique_ptr<ExpertLayer> pmo::binding::new_layer(const MlpAttributes& a, con
   return std::make_unique<Layer>(a, o, hidden, d_out);
 }
 
-PMO_MLP_OPERATOR(pmo_moe_mlp, Layer);
-PMO_DIRECT(moe_mlp, run_mlp<Layer>);
+PD_BUILD_OP(pmo_moe_mlp)
+    .Inputs({"x", "gate_up", "down", "weights", "token_rows", "row_to_token", "sizes", "offsets", "slot_to_row"})
+    .Outputs({"out", "hidden"})
+    .Attrs(MlpAttributes::names())
+    .SetKernelFn(PMO_KERNEL(run))
+    .SetInferShapeFn(PMO_INFER_SHAPE(mlp_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(mlp_dtypes));
+
+PD_BUILD_GRAD_OP(pmo_moe_mlp)
+    .Inputs({"x", "gate_up", "down", "weights", "token_rows", "row_to_token", "sizes", "offsets", "slot_to_row", "hidden",
+             paddle::Grad("out")})
+    .Outputs({paddle::Grad("x"), paddle::Grad("gate_up"), paddle::Grad("down"), paddle::Grad("weights")})
+    .Attrs(MlpAttributes::names())
+    .SetKernelFn(PMO_KERNEL(run_backward))
+    .SetInferShapeFn(PMO_INFER_SHAPE(mlp_backward_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(mlp_backward_dtypes));
+
+PD_BUILD_DOUBLE_GRAD_OP(pmo_moe_mlp)
+    .Inputs({"x", "gate_up", "down", "weights", "token_rows", "row_to_token", "sizes", "offsets", "slot_to_row", "hidden",
+             paddle::Grad("out"), paddle::Grad(paddle::Grad("x")), paddle::Grad(paddle::Grad("gate_up")),
+             paddle::Grad(paddle::Grad("down")), paddle::Grad(paddle::Grad("weights"))})
+    .Outputs({paddle::Grad("x"), paddle::Grad("gate_up"), paddle::Grad("down"), paddle::Grad("weights"),
+              paddle::Grad(paddle::Grad("out"))})
+    .Attrs(MlpAttributes::names())
+    .SetKernelFn(PMO_KERNEL(mlp_double_backward))
+    .SetInferShapeFn(PMO_INFER_SHAPE(mlp_double_backward_shapes))
+    .SetInferDtypeFn(PMO_INFER_DTYPE(mlp_double_backward_dtypes));
+
+PMO_DIRECT(moe_mlp, run);
 PMO_QUICK(moe_mlp, quick_moe_mlp, fits);

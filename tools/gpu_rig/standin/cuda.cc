@@ -24,6 +24,7 @@
 #include "pmo/ranks.h"
 #include "pmo/route.h"
 #include "pmo/row_id_map.h"
+#include "pmo/samples.h"
 #include "pmo/sort_chunks.h"
 #include "pmo/topk.h"
 
@@ -191,6 +192,7 @@ RUN_ON_CPU(rank_spoil, pmo_rank_spoil_params)
 RUN_ON_CPU(rank_take, pmo_rank_values_params)
 RUN_ON_CPU(read_row_id_map, pmo_row_id_map_params)
 RUN_ON_CPU(row_sums, pmo_row_sums_params)
+RUN_ON_CPU(samples, pmo_samples_params)
 RUN_ON_CPU(scatter_slots, pmo_slots_params)
 RUN_ON_CPU(sort_chunks, pmo_sort_chunks_params)
 RUN_ON_CPU(swiglu, pmo_swiglu_params)
