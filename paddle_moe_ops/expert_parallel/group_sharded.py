@@ -11,10 +11,12 @@ from paddle import Tensor, nn
 from paddle.distributed.communication.group import Group
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2 import GroupShardedOptimizerStage2
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage2 import GroupShardedStage2
+from paddle.incubate.distributed.models.moe import ClipGradForMOEByGlobalNorm
 
 from .. import _checks
 from .agreement import group_of, raising_together
 from .fleet_optimizers import FleetClip
+from .loss_scaling import GradScaler
 from .parameters import connect_copies, copies_of, is_expert_parameter
 from .training import average_gradients
 
@@ -25,9 +27,14 @@ _LEVELS = ("os", "os_g")
 
 
 class _Optimizer(GroupShardedOptimizerStage2):
-    """Paddle's optimizer of stage 2 for dense parameters; experts are updated on each rank that has them."""
+    """Paddle's optimizer of stage 2 for dense parameters; experts are updated on each rank that has them.
+
+    Attributes:
+        experts: parameters of experts, which Paddle's class does not know.
+    """
 
     experts: list[Tensor]
+    _parameter_list: list[Tensor]  # with experts, since a scaler of losses divides the gradients of this list
 
     def step(self) -> None:
         """Add up the gradients of copies of experts, update this rank's parameters, and broadcast dense ones."""
@@ -53,10 +60,14 @@ def group_sharded_parallel(
     level: str,
     scaler: Any = None,
     group: Any = None,
+    offload: bool = False,
     sync_buffers: bool = False,
     buffer_max_size: int = 2**23,
+    segment_size: int = 2**20,
+    sync_comm: bool = False,
     dp_group: Any = None,
-) -> tuple[nn.Layer, Any, None]:
+    exclude_layer: Any = None,
+) -> tuple[nn.Layer, Any, Any]:
     """Shard gradients and optimizer states of dense parameters, as ``paddle.distributed.sharding`` does.
 
     All ranks call it. Experts are not sharded further: a rank keeps the gradients and states of its experts. ``step()``
@@ -68,18 +79,23 @@ def group_sharded_parallel(
         model: has layers of experts on any ranks, see `mark_expert_parameters`.
         optimizer: of `paddle.optimizer`, with a list of parameters, or Fleet's ``MixPrecisionOptimizer`` of one.
         level: "os" or "os_g", which are the same in Paddle: stage 2. "p_g_os" (stage 3) is refused.
-        scaler: must be None.
+        scaler: a `GradScaler` of this package over all ranks; None: there is none.
         group: the ranks that share gradients and states; None: all ranks.
+        offload: must be False. Paddle's offload updates one buffer of dense parameters in place of the list, so experts
+            would not change.
         sync_buffers: see Paddle.
         buffer_max_size: see Paddle.
+        segment_size: of stage 3, without effect.
+        sync_comm: of stage 3, without effect.
         dp_group: the ranks with the same part of the states, or None.
+        exclude_layer: of stage 3, without effect.
 
     Returns:
-        the model and the optimizer that take the place of both, and None.
+        the model and the optimizer that take the place of both, and the scaler.
 
     Raises:
-        TypeError: the model is not a layer, or the optimizer has no list of parameters.
-        ValueError: another level; a scaler; groups that are not all ranks.
+        TypeError: the model is not a layer, the optimizer has no list of parameters, or the scaler is another one.
+        ValueError: another level; offload; groups, or a scaler's group, that are not all ranks.
         RuntimeError: another rank raised one of these.
 
     Examples:
@@ -99,8 +115,11 @@ def group_sharded_parallel(
             _checks.bad_type(_NAME, "optimizer", expected, type(optimizer).__name__)
         if level not in _LEVELS:
             _checks.bad_value(_NAME, "level", f"one of {_LEVELS} for experts on several ranks", repr(level))
+        if offload:
+            expected = "False, since Paddle's offload updates one buffer of dense parameters and no experts"
+            _checks.bad_value(_NAME, "offload", expected, repr(offload))
         if scaler is not None:
-            _checks.bad_value(_NAME, "scaler", "None", type(scaler).__name__)
+            _check_scaler(scaler, everyone)
         sharing = group_of(_NAME, group)
         count = sharing.nranks * (1 if dp_group is None else group_of(_NAME, dp_group).nranks)
         if count != everyone.nranks or count == 1:
@@ -122,8 +141,8 @@ def group_sharded_parallel(
     dense = [each for each in parameters if each.name not in names_of_experts]
     device = paddle.get_device().partition(":")[0]
     sharded = _Optimizer(params=dense, optim=optimizer, group=sharing, dp_group=dp_group, device=device)
-    sharded.experts = experts
-    if isinstance(clip, nn.ClipGradByGlobalNorm):
+    sharded.experts, sharded._parameter_list = experts, list(parameters)
+    if isinstance(clip, (nn.ClipGradByGlobalNorm, ClipGradForMOEByGlobalNorm)):
         innermost._grad_clip = FleetClip(clip.clip_norm, _counted(sharded, dp_group, everyone))
     else:
         innermost._grad_clip = clip
@@ -136,7 +155,17 @@ def group_sharded_parallel(
         dp_group=dp_group,
         device=device,
     )
-    return made, sharded, None
+    return made, sharded, scaler
+
+
+def _check_scaler(scaler: Any, everyone: Group) -> None:
+    """Check that all ranks skip a step together."""
+    kind = type(scaler)
+    if not isinstance(scaler, GradScaler):
+        expected = "a paddle_moe_ops.expert_parallel.GradScaler, which skips a step on all ranks, or None"
+        _checks.bad_type(_NAME, "scaler", expected, f"{kind.__module__}.{kind.__name__}")
+    if scaler._group.ranks != everyone.ranks:
+        _checks.bad_value(_NAME, "the group of scaler", f"all ranks {everyone.ranks}", f"ranks {scaler._group.ranks}")
 
 
 def _counted(optimizer: _Optimizer, dp_group: Any, everyone: Group) -> frozenset[str]:
