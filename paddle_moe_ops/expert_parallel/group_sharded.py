@@ -45,6 +45,34 @@ class _Optimizer(GroupShardedOptimizerStage2):
 class _Model(GroupShardedStage2):
     """Paddle's model of stage 2, which reduces the gradients of dense parameters in the backward pass."""
 
+    def _init_internal_storage(self, needs_fresh: bool) -> None:
+        self._check_gradients()
+        super()._init_internal_storage(needs_fresh)
+
+    def _grad_scale(self) -> None:  # begins the optimizer's step
+        self._check_gradients()
+        super()._grad_scale()
+
+    def _check_gradients(self) -> None:
+        """Raise if Paddle did not, or would not, reduce the gradients of all dense parameters."""
+        names = {id(each): name for name, each in self._layer.named_parameters()}
+        trained = {id(each) for each in self._trainable_params}
+        for each in self._all_params:
+            if (id(each) in trained) == each.stop_gradient:
+                name = names.get(id(each), each.name)
+                expected = f"{not each.stop_gradient} as at the start, since the buckets of dense gradients stay"
+                _checks.bad_value(_NAME, f"stop_gradient of {name!r}", expected, each.stop_gradient)
+        states = list(zip(self._trainable_params, self._grad_reduced, self._has_grad_storage, strict=False))
+        if all(waits for _, waits, _ in states):  # there was no backward pass
+            return
+        missing = {id(each) for each, waits, has_bucket in states if waits and has_bucket}
+        for number, name in names.items():
+            if number in missing:  # Paddle then reduces no gradient of the bucket
+                expected = (
+                    "computed in each backward pass; freeze the parameter at the start, or pass buffer_max_size=0"
+                )
+                _checks.bad_value(_NAME, f"the gradient of {name!r}", expected, "none")
+
     def _clear_gradients(self) -> None:
         super()._clear_gradients()
         for each in self._sharding_optimizers[0].experts:
@@ -84,7 +112,7 @@ def group_sharded_parallel(
         offload: must be False. Paddle's offload updates one buffer of dense parameters in place of the list, so experts
             would not change.
         sync_buffers: see Paddle.
-        buffer_max_size: see Paddle.
+        buffer_max_size: see Paddle. 0: no buckets, so a backward pass may leave out parameters.
         segment_size: of stage 3, without effect.
         sync_comm: of stage 3, without effect.
         dp_group: the ranks with the same part of the states, or None.
@@ -95,7 +123,8 @@ def group_sharded_parallel(
 
     Raises:
         TypeError: the model is not a layer, the optimizer has no list of parameters, or the scaler is another one.
-        ValueError: another level; offload; groups, or a scaler's group, that are not all ranks.
+        ValueError: another level; offload; groups, or a scaler's group, that are not all ranks. The model and the
+            optimizer raise it if a backward pass computed no gradient of a parameter that has a bucket.
         RuntimeError: another rank raised one of these.
 
     Examples:

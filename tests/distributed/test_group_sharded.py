@@ -279,6 +279,42 @@ def test_copies_skip_steps_together(has_copies, tmp_path):
     check_scaled(tmp_path, 4, **(GROUPS_OF_FOUR if has_copies else {"experts": GROUPS_OF_FOUR["experts"]}))
 
 
+class Unused(Whole):
+    """A model with a dense layer that no pass uses."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(parts(group))
+        self.unused = nn.Linear(HIDDEN, HIDDEN)
+
+
+def with_an_unused_layer(buffer_max_size: int) -> tuple[list[str], list[bool]]:
+    """Errors of the next forward pass and of a step, and whether all ranks have the same dense parameters after it."""
+    net = Unused(dist.get_group(0))
+    with stage_2_on_a_cpu():
+        model, optimizer, _ = group_sharded_parallel(net, optimizer_of(net), "os_g", buffer_max_size=buffer_max_size)
+        x, y = data_of(0, 2, dist.get_rank(), 0)
+        mean_square(model(x), y).backward()
+        before = {name: each.numpy() for name, each in net.named_parameters()}
+        texts = [caught(lambda: model(x)) if buffer_max_size else "", caught(optimizer.step)]
+    same = []
+    for name, each in net.named_parameters():
+        of_ranks: list[Any] = []
+        dist.all_gather_object(of_ranks, each.numpy())
+        is_moved = not np.array_equal(before[name], each.numpy())
+        same.append(is_expert_parameter(each) or (np.array_equal(*of_ranks) and is_moved != ("unused" in name)))
+    return texts, same
+
+
+def test_a_layer_that_no_pass_uses_is_refused_in_buckets_and_stays_without():
+    for texts, _ in run(with_an_unused_layer, 2, buffer_max_size=2**23):
+        expected = "computed in each backward pass; freeze the parameter at the start, or pass buffer_max_size=0, "
+        expected += "but got none"
+        assert texts == [f"ValueError: group_sharded_parallel: the gradient of 'unused.weight' must be {expected}"] * 2
+    for texts, same in run(with_an_unused_layer, 2, buffer_max_size=0):
+        assert texts == ["", "nothing was raised"]
+        assert all(same)
+
+
 def refused() -> list[str]:
     net, pair = Whole(parts(dist.get_group(0))), dist.get_group(0)
     optimizer, name = optimizer_of(net), group_sharded_parallel
