@@ -34,7 +34,7 @@ from paddle_moe_ops.expert_parallel import (
 )
 
 from .fleet_models import ROWS, Whole, mean_square, parts
-from .fleets import code_of_guide
+from .fleets import code_of_guide, scale_on_a_cpu
 from .processes import run
 from .restarts import assert_equal, contents
 from .test_expert_parallel_errors import caught
@@ -52,7 +52,6 @@ BAD_EXPERT, BAD_DENSE = 1, 3  # steps in which one rank alone has an infinite gr
 @contextlib.contextmanager
 def stage_2_on_a_cpu() -> Iterator[None]:
     """Let Paddle's class and scalers of losses take memory of the host for that of a GPU."""
-    tracer = types.SimpleNamespace(_expected_place=types.SimpleNamespace(is_gpu_place=lambda: True))
     devices = types.SimpleNamespace(
         is_compiled_with_cuda=lambda: True, get_all_custom_device_type=core.get_all_custom_device_type
     )
@@ -61,7 +60,7 @@ def stage_2_on_a_cpu() -> Iterator[None]:
         patch.setattr(group_sharded_storage, "cvt_to_device", lambda buffer, *_: buffer)
         for module in (group_sharded_optimizer_stage2, group_sharded_stage2, group_sharded_storage):
             patch.setattr(module, "device_guard", lambda *_: contextlib.nullcontext())
-        patch.setattr(paddle.amp.grad_scaler, "_dygraph_tracer", lambda: tracer)
+        scale_on_a_cpu(patch)
         patch.setattr(paddle, "get_device", lambda: "gpu:0")
         patch.setattr(paddle.Tensor, "cpu", lambda tensor: tensor.clone())  # whose memory is freed
         yield
