@@ -56,10 +56,14 @@ class Server:
 
     Its environment is that of the first request, so variables that no Python code reads keep these values. All its
     processes have the same addresses and the same order of sets.
+
+    Args:
+        *modules: that it imports.
+        **variables: of its environment, in place of those of the first request.
     """
 
-    def __init__(self, *modules: str) -> None:
-        self._modules = modules
+    def __init__(self, *modules: str, **variables: str) -> None:
+        self._modules, self._variables = modules, variables
         self._connection: socket.socket | None = None
 
     def fork(
@@ -85,6 +89,7 @@ class Server:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", __name__, str(theirs.fileno()), *self._modules]
         files = [theirs.fileno()]
+        environment = {**environment, **self._variables}
         process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=files, stdin=subprocess.DEVNULL)
         theirs.close()
 

@@ -15,7 +15,7 @@ from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage2 import
 from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
 
 from .. import _checks
-from .._graphs import filled, without_gradients
+from .._graphs import beside, without_gradients
 from .agreement import group_of, raising_together, values_of_ranks
 from .parameters import groups_of_experts, is_expert_parameter
 from .placement import Placement, placement_of_parameter
@@ -163,8 +163,9 @@ def _gathered(part: Part, destination: Destination) -> Tensor | None:
         value = of_rank_with_experts(value, group, placement)
         return copied(value, destination) if destination.is_here else None
     if value.shape[0] < placement.slots_per_rank:  # collectives need one shape
-        shape = [placement.slots_per_rank - value.shape[0], *value.shape[1:]]
-        value = paddle.concat([value, filled(shape, 0, value.dtype, like=value)])
+        missing = paddle.zeros([placement.slots_per_rank - value.shape[0], *value.shape[1:]], value.dtype)
+        # A tensor without elements may be on the host. The current device is that of collectives.
+        value = paddle.concat([value, beside(missing, value)]) if value.shape[0] else missing
     of_ranks: list[Tensor] = []
     if destination.rank is None:
         paddle.distributed.all_gather(of_ranks, value, group=group)
@@ -187,7 +188,9 @@ def of_rank_with_experts(value: Tensor, group: Group, placement: Placement) -> T
 
 def copied(value: Tensor, destination: Destination) -> Tensor:
     """Return a copy of a tensor in the memory of the destination."""
-    return value.cpu() if destination.to_cpu and not value.place.is_cpu_place() else value.clone()
+    if destination.to_cpu and not value.place.is_cpu_place():
+        return value.cpu()
+    return beside(value.clone(), value)
 
 
 def without_wrapper(function: str, layer: Any) -> nn.Layer:

@@ -110,7 +110,7 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
                     paddle.distributed.broadcast(each, src=group.ranks[0], group=group)
         made = fleet.distributed_optimizer(optimizer, strategy)
     made.__class__ = FleetOptimizer
-    made.keep_apart(experts, place)
+    made.keep_apart(experts, place, parameters)
     if experts and isinstance(made._inner_opt, DygraphShardingOptimizer):
         made._inner_opt.__class__ = Sharding
         made._inner_opt.keep_apart(experts, place)

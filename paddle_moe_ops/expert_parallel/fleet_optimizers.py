@@ -18,6 +18,7 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.hybrid_parallel_
 from paddle.distributed.fleet.utils.hybrid_parallel_util import fused_allreduce_gradients
 from paddle.incubate.distributed.models.moe import ClipGradForMOEByGlobalNorm
 
+from .. import _checks
 from ..backends.deferred import refuse_pending
 from .parameters import gradient_of
 from .training import ClipGradByGlobalNorm, rounded_once, widened
@@ -47,14 +48,20 @@ class FleetOptimizer(HybridParallelOptimizer):
     """Fleet's optimizer, which adds up the gradients of experts between ranks with the same experts alone."""
 
     _experts: dict[str, Tensor]
+    _frozen: list[Tensor]  # dense ones, at the start
     _place: Place
 
-    def keep_apart(self, experts: Sequence[Tensor], place: Place) -> None:
-        """Set the parameters of experts, and the ranks that have the same."""
+    def keep_apart(self, experts: Sequence[Tensor], place: Place, parameters: Sequence[Tensor]) -> None:
+        """Set the parameters of experts, the ranks that have the same, and all parameters."""
         self._experts, self._place = {each.name: each for each in experts}, place
+        self._frozen = [each for each in parameters if each.stop_gradient and each.name not in self._experts]
 
     def _hybrid_sync_grad(self, parameter_list: list[Tensor]) -> None:
         refuse_pending("distributed_optimizer", parameter_list)
+        for each in self._frozen if self._use_dp_mode else ():
+            if not each.stop_gradient:
+                expected = "True as at the start, since paddle.DataParallel adds up no gradients of frozen parameters"
+                _checks.bad_value("distributed_optimizer", f"stop_gradient of {each.name!r}", expected, False)
         dense = [each for each in parameter_list if each.name not in self._experts]
         if self._sharding_enable:
             self._inner_opt.reduce_gradients(parameter_list, self._hcg)

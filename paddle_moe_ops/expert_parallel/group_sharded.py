@@ -11,10 +11,12 @@ from paddle import Tensor, nn
 from paddle.distributed.communication.group import Group
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2 import GroupShardedOptimizerStage2
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage2 import GroupShardedStage2
+from paddle.incubate.distributed.models.moe import ClipGradForMOEByGlobalNorm
 
 from .. import _checks
 from .agreement import group_of, raising_together
 from .fleet_optimizers import FleetClip
+from .loss_scaling import GradScaler
 from .parameters import connect_copies, copies_of, is_expert_parameter
 from .training import average_gradients
 
@@ -25,9 +27,14 @@ _LEVELS = ("os", "os_g")
 
 
 class _Optimizer(GroupShardedOptimizerStage2):
-    """Paddle's optimizer of stage 2 for dense parameters; experts are updated on each rank that has them."""
+    """Paddle's optimizer of stage 2 for dense parameters; experts are updated on each rank that has them.
+
+    Attributes:
+        experts: parameters of experts, which Paddle's class does not know.
+    """
 
     experts: list[Tensor]
+    _parameter_list: list[Tensor]  # with experts, since a scaler of losses divides the gradients of this list
 
     def step(self) -> None:
         """Add up the gradients of copies of experts, update this rank's parameters, and broadcast dense ones."""
@@ -37,6 +44,34 @@ class _Optimizer(GroupShardedOptimizerStage2):
 
 class _Model(GroupShardedStage2):
     """Paddle's model of stage 2, which reduces the gradients of dense parameters in the backward pass."""
+
+    def _init_internal_storage(self, needs_fresh: bool) -> None:
+        self._check_gradients()
+        super()._init_internal_storage(needs_fresh)
+
+    def _grad_scale(self) -> None:  # begins the optimizer's step
+        self._check_gradients()
+        super()._grad_scale()
+
+    def _check_gradients(self) -> None:
+        """Raise if Paddle did not, or would not, reduce the gradients of all dense parameters."""
+        names = {id(each): name for name, each in self._layer.named_parameters()}
+        trained = {id(each) for each in self._trainable_params}
+        for each in self._all_params:
+            if (id(each) in trained) == each.stop_gradient:
+                name = names.get(id(each), each.name)
+                expected = f"{not each.stop_gradient} as at the start, since the buckets of dense gradients stay"
+                _checks.bad_value(_NAME, f"stop_gradient of {name!r}", expected, each.stop_gradient)
+        states = list(zip(self._trainable_params, self._grad_reduced, self._has_grad_storage, strict=False))
+        if all(waits for _, waits, _ in states):  # there was no backward pass
+            return
+        missing = {id(each) for each, waits, has_bucket in states if waits and has_bucket}
+        for number, name in names.items():
+            if number in missing:  # Paddle then reduces no gradient of the bucket
+                expected = (
+                    "computed in each backward pass; freeze the parameter at the start, or pass buffer_max_size=0"
+                )
+                _checks.bad_value(_NAME, f"the gradient of {name!r}", expected, "none")
 
     def _clear_gradients(self) -> None:
         super()._clear_gradients()
@@ -53,10 +88,14 @@ def group_sharded_parallel(
     level: str,
     scaler: Any = None,
     group: Any = None,
+    offload: bool = False,
     sync_buffers: bool = False,
     buffer_max_size: int = 2**23,
+    segment_size: int = 2**20,
+    sync_comm: bool = False,
     dp_group: Any = None,
-) -> tuple[nn.Layer, Any, None]:
+    exclude_layer: Any = None,
+) -> tuple[nn.Layer, Any, Any]:
     """Shard gradients and optimizer states of dense parameters, as ``paddle.distributed.sharding`` does.
 
     All ranks call it. Experts are not sharded further: a rank keeps the gradients and states of its experts. ``step()``
@@ -68,18 +107,24 @@ def group_sharded_parallel(
         model: has layers of experts on any ranks, see `mark_expert_parameters`.
         optimizer: of `paddle.optimizer`, with a list of parameters, or Fleet's ``MixPrecisionOptimizer`` of one.
         level: "os" or "os_g", which are the same in Paddle: stage 2. "p_g_os" (stage 3) is refused.
-        scaler: must be None.
+        scaler: a `GradScaler` of this package over all ranks; None: there is none.
         group: the ranks that share gradients and states; None: all ranks.
+        offload: must be False. Paddle's offload updates one buffer of dense parameters in place of the list, so experts
+            would not change.
         sync_buffers: see Paddle.
-        buffer_max_size: see Paddle.
+        buffer_max_size: see Paddle. 0: no buckets, so a backward pass may leave out parameters.
+        segment_size: of stage 3, without effect.
+        sync_comm: of stage 3, without effect.
         dp_group: the ranks with the same part of the states, or None.
+        exclude_layer: of stage 3, without effect.
 
     Returns:
-        the model and the optimizer that take the place of both, and None.
+        the model and the optimizer that take the place of both, and the scaler.
 
     Raises:
-        TypeError: the model is not a layer, or the optimizer has no list of parameters.
-        ValueError: another level; a scaler; groups that are not all ranks.
+        TypeError: the model is not a layer, the optimizer has no list of parameters, or the scaler is another one.
+        ValueError: another level; offload; groups, or a scaler's group, that are not all ranks. The model and the
+            optimizer raise it if a backward pass computed no gradient of a parameter that has a bucket.
         RuntimeError: another rank raised one of these.
 
     Examples:
@@ -99,8 +144,11 @@ def group_sharded_parallel(
             _checks.bad_type(_NAME, "optimizer", expected, type(optimizer).__name__)
         if level not in _LEVELS:
             _checks.bad_value(_NAME, "level", f"one of {_LEVELS} for experts on several ranks", repr(level))
+        if offload:
+            expected = "False, since Paddle's offload updates one buffer of dense parameters and no experts"
+            _checks.bad_value(_NAME, "offload", expected, repr(offload))
         if scaler is not None:
-            _checks.bad_value(_NAME, "scaler", "None", type(scaler).__name__)
+            _check_scaler(scaler, everyone)
         sharing = group_of(_NAME, group)
         count = sharing.nranks * (1 if dp_group is None else group_of(_NAME, dp_group).nranks)
         if count != everyone.nranks or count == 1:
@@ -122,8 +170,8 @@ def group_sharded_parallel(
     dense = [each for each in parameters if each.name not in names_of_experts]
     device = paddle.get_device().partition(":")[0]
     sharded = _Optimizer(params=dense, optim=optimizer, group=sharing, dp_group=dp_group, device=device)
-    sharded.experts = experts
-    if isinstance(clip, nn.ClipGradByGlobalNorm):
+    sharded.experts, sharded._parameter_list = experts, list(parameters)
+    if isinstance(clip, (nn.ClipGradByGlobalNorm, ClipGradForMOEByGlobalNorm)):
         innermost._grad_clip = FleetClip(clip.clip_norm, _counted(sharded, dp_group, everyone))
     else:
         innermost._grad_clip = clip
@@ -136,7 +184,17 @@ def group_sharded_parallel(
         dp_group=dp_group,
         device=device,
     )
-    return made, sharded, None
+    return made, sharded, scaler
+
+
+def _check_scaler(scaler: Any, everyone: Group) -> None:
+    """Check that all ranks skip a step together."""
+    kind = type(scaler)
+    if not isinstance(scaler, GradScaler):
+        expected = "a paddle_moe_ops.expert_parallel.GradScaler, which skips a step on all ranks, or None"
+        _checks.bad_type(_NAME, "scaler", expected, f"{kind.__module__}.{kind.__name__}")
+    if scaler._group.ranks != everyone.ranks:
+        _checks.bad_value(_NAME, "the group of scaler", f"all ranks {everyone.ranks}", f"ranks {scaler._group.ranks}")
 
 
 def _counted(optimizer: _Optimizer, dp_group: Any, everyone: Group) -> frozenset[str]:

@@ -21,7 +21,7 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2 import GroupShardedOptimizerStage2
 
 from .. import _checks
-from .._graphs import without_gradients
+from .._graphs import beside, without_gradients
 from .agreement import group_of, raising_together
 from .checkpoint import Part, agree_on_parts, copied, destination_of, gather_parts, without_wrapper
 from .parameters import groups_of_experts, is_expert_parameter
@@ -189,7 +189,7 @@ def shard_optimizer_state_dict(state: Mapping[str, Any], layer: nn.Layer, group:
         value = each.value
         if each.name in stacked:
             value = placements[each.parameter].part(value, shared_by[each.parameter].rank)
-        value = value.clone()
+        value = beside(value.clone(), value)
         # Paddle's set_state_dict stores the tensor itself
         parts.append(each._replace(value=value.to(places[each.parameter]) if each.is_master else value))
     return _state(parts, state, names)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,12 @@ def _new_store() -> Any:
     if not is_first:
         time.sleep(0.2)  # who comes before the first rank listens tries again 3 s later
     return core.TCPStore("127.0.0.1", ports[0], is_first, len(ports), 60)
+
+
+def scale_on_a_cpu(patch: pytest.MonkeyPatch) -> None:
+    """Let scalers of losses work on a CPU, where Paddle's class does nothing."""
+    tracer = types.SimpleNamespace(_expected_place=types.SimpleNamespace(is_gpu_place=lambda: True))
+    patch.setattr(paddle.amp.grad_scaler, "_dygraph_tracer", lambda: tracer)
 
 
 def code_of_guide(heading: str) -> list[str]:

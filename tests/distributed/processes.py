@@ -40,7 +40,8 @@ SHOWN_LINES = 60  # of a failed process's output
 
 # Even and odd ranks have other addresses and another order of sets, as processes of two machines have.
 _MODULES = ("paddle", "paddle_moe_ops.expert_parallel", "paddle_moe_ops.nn", "tests.distributed.problems")
-_servers = {(backend, part): Server(*_MODULES) for backend in ("gloo", "stub") for part in range(2)}
+_DEVICES = {"FLAGS_selected_stub_rigs": ",".join(map(str, range(max(WORDS))))}  # Paddle reads it when it is imported
+_servers = {(backend, part): Server(*_MODULES, **_DEVICES) for backend in ("gloo", "stub") for part in range(2)}
 _PR_SET_PDEATHSIG = 1
 MAX_WAITING = 5  # processes that wait for calls, some 300 MB each; on GPUs only those of one start
 _running: dict[tuple[int, str], Processes] = {}  # the last one used is the last

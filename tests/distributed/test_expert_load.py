@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from paddle_moe_ops.expert_parallel import average_gradients, gather_state_dict
 from paddle_moe_ops.nn import ExpertLoad, MoELayer
 
 from .processes import run
+from .test_average_gradients import reductions_told
 from .test_expert_parallel_errors import caught
 
 H, E, K = 8, 4, 2
@@ -73,6 +75,34 @@ def test_a_step_over_ranks_is_that_of_one_process():
             np.testing.assert_allclose(mine, whole, rtol=1e-5, atol=1e-7)
     means = (np.array(first["losses"]) + np.array(second["losses"])) / 2
     np.testing.assert_allclose(means, expected["losses"], rtol=1e-5, atol=1e-7)
+
+
+def collectives_of(call: Callable[[], Any]) -> list[str]:
+    """The collectives of a call, with the number of elements of those that add up."""
+    asked: list[str] = []
+    with reductions_told(lambda tensor: asked.append(f"all_reduce of {tensor.size}")) as patch:
+        for name in ("all_gather", "all_gather_object", "broadcast", "reduce"):
+            patch.setattr(paddle.distributed, name, lambda *_, name=name, **__: asked.append(name))
+        call()
+    return asked
+
+
+def collectives_of_a_step() -> list[list[str]]:
+    """Collectives of the losses of two micro-batches and of the update of biases."""
+    group, losses, asked = paddle.distributed.get_group(0), [], []
+    model = model_of(group)
+    load = ExpertLoad(model, group)
+    for number in range(len(TOKENS)):
+        model(tokens_of(number, group.rank))
+        asked.append(collectives_of(lambda: losses.append(load.aux_losses(of_step=True))))
+        losses[-1].sum().backward()
+    return [*asked, collectives_of(lambda: load.update_correction_biases(0.5))]
+
+
+def test_all_layers_share_one_all_reduce():
+    """Loads of 4 and 5 experts; for losses the number of tokens of each layer, too."""
+    of_losses, of_biases = [f"all_reduce of {E + E + 1 + 2}"], [f"all_reduce of {E + E + 1}"]
+    assert run(collectives_of_a_step, 2) == [[of_losses, of_losses, of_biases]] * 2
 
 
 def other_layers() -> str:

@@ -41,6 +41,8 @@ SLOW_GRIDS_OF_TWO = {
     "ep2, divided": Grid(EXPERT, "expert", **DIVIDED),
     "ep2, released": Grid(EXPERT, "expert", **RELEASED),
     "ep2, overlapped": Grid(EXPERT, "expert", **OVERLAPPED),
+    "sharding2, divided, scaler": Grid({"sharding_degree": 2}, "sharding", scaler="ours", **DIVIDED),
+    "ep2, divided, scaler": Grid(EXPERT, "expert", scaler="ours", **DIVIDED),
 }
 GRIDS_OF_FOUR = {
     "pp2 dp2": Grid(PIPELINE["data"], "data", freezes=True, turns=3),
@@ -61,6 +63,7 @@ GRIDS_OF_FOUR = {
     "mp2 dp2, rows divided": Grid({"mp_degree": 2, "dp_degree": 2}, "data", divides_rows=True),
     "mp2 dp2, experts split": Grid({"mp_degree": 2, "dp_degree": 2}, "data", kind="split"),
     "mp2 sharding2, experts split": Grid({"mp_degree": 2, "sharding_degree": 2}, "sharding", kind="split"),
+    "mp2 ep4": Grid({"mp_degree": 2, **EXPERT, "ep_degree": 4}, "expert", divides_rows=True),
     "mp2 dp2, world": Grid({"mp_degree": 2, "dp_degree": 2}, "world", divides_rows=True),
     "mp2 sharding2": Grid({"mp_degree": 2, "sharding_degree": 2}, "sharding", kind="columns"),
     "mp2 sharding2, divided": Grid({"mp_degree": 2, "sharding_degree": 2}, "sharding", kind="columns", **DIVIDED),
@@ -69,7 +72,11 @@ GRIDS_OF_FOUR = {
     "sep2 sharding2": Grid({"sep_degree": 2, "sharding_degree": 2}, "sharding"),
     "sep2 sharding2, divided": Grid({"sep_degree": 2, "sharding_degree": 2}, "sep", **DIVIDED),
     "dp2 sharding2, divided": Grid({"dp_degree": 2, "sharding_degree": 2}, "sharding", **DIVIDED),
+    "dp2 sharding2, divided, scaler": Grid(
+        {"dp_degree": 2, "sharding_degree": 2}, "sharding", scaler="ours", **DIVIDED
+    ),
     "dp2 sharding2, overlapped": Grid({"dp_degree": 2, "sharding_degree": 2}, "data", **OVERLAPPED),
+    "sep2 mp2": Grid({"sep_degree": 2, "mp_degree": 2}, "sep", divides_rows=True),
     "pp2 mp2": Grid({"pp_degree": 2, "mp_degree": 2}, "model", divides_rows=True),
     "pp2 sep2": Grid({"pp_degree": 2, "sep_degree": 2}, "sep", parts=(3, 2), pipeline={"enable_dynamic_shape": True}),
 }

@@ -95,6 +95,9 @@ RESTARTS = [
     Restart("pp 2, sharding 2, stage 1", "ep 2", (PP_SHARDING, EP), {"kind": "tied"}, "tied parameters"),
     Restart("pp 2, sharding 2, V2", "ep 2", (divided(PP_SHARDING), EP), {"freezes": True}, "frozen matrices"),
     Restart("pp 2, sharding 2, stage 1", "ep 2", (PP_SHARDING, EP), {"kind": "narrow"}, "master weights"),
+    Restart(
+        "sharding 2, V2", "sharding 2, stage 1", (divided(SHARDING), SHARDING), {"kind": "narrow"}, "master weights"
+    ),
     Restart("mp 2, dp 2", "ep 2", (MP_DP, EP), {"kind": "split"}, "experts split on mp"),
     Restart("ep 2, V2", "mp 2, sharding 2", (divided(EP), MP_SHARDING), {"kind": "split"}, "experts split on mp"),
     Restart("mp 2, sharding 2, V2", "ep 2", (divided(MP_SHARDING), EP), {"kind": "columns"}, "dense columns divided"),
