@@ -8,6 +8,7 @@ from .checkpoint import gather_state_dict, shard_state_dict
 from .deep_ep import DeepEP
 from .dispatch import ExpertParallel
 from .distributed_checkpoint import Saving, load_checkpoint, save_checkpoint
+from .exchanges import ExchangeHandle
 from .fleet import distributed_optimizer
 from .group_sharded import group_sharded_parallel
 from .loss_scaling import GradScaler
@@ -22,6 +23,7 @@ __all__ = [
     "ClipGradByGlobalNorm",
     "DeepEP",
     "DispatchedTokens",
+    "ExchangeHandle",
     "ExpertParallel",
     "GradScaler",
     "LineTransport",
