@@ -126,6 +126,17 @@ class _Whole(Call):
         return first_order_only(self, self.exchange.back().run(*gradients), *gradients)
 
 
+_tickets: dict[str, Tensor] = {}
+
+
+def _ticket(place: Any) -> Tensor:
+    """Return the tensor that connects the two nodes of a flight; nothing reads it, so a device has one."""
+    key = str(place)
+    if key not in _tickets:
+        _tickets[key] = placed(paddle.zeros([1]), place)
+    return _tickets[key]
+
+
 def _over() -> Gradients:
     """Return nothing, since no exchange is in flight."""
     return ()
@@ -149,11 +160,7 @@ class _Sending(_Whole):
     def run(self) -> Tensors:
         values, self.values = self.values, ()
         self.end = self.exchange.there.start(*values)
-        return (self.ticket(),)
-
-    def ticket(self) -> Tensor:
-        """Return a tensor that connects the two nodes."""
-        return placed(paddle.zeros([1]), self.place)
+        return (_alias(_ticket(self.place)),)
 
     def arrived(self) -> Tensors:
         """Return the received tensors."""
@@ -167,8 +174,9 @@ class _Sending(_Whole):
             made = super().differentiate(*gradients)
             self.end_back = lambda: made
         else:
-            # Paddle's engine may add to a gradient once the node has returned.
-            self.end_back = self.exchange.back().start(*map(owned, gradients))
+            if self.place.is_gpu_place():  # where Paddle's engine may add to a gradient after the node has returned
+                gradients = tuple(map(owned, gradients))
+            self.end_back = self.exchange.back().start(*gradients)
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
         for function in self.while_returning:
@@ -189,7 +197,7 @@ class _Arriving(Call):
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
         self.sending.returns(gradients)
-        return (self.sending.ticket(),)
+        return (_ticket(self.place),)
 
 
 class _Between(Call):
