@@ -11,6 +11,7 @@ from .distributed_checkpoint import Saving, load_checkpoint, save_checkpoint
 from .exchanges import ExchangeHandle
 from .fleet import distributed_optimizer
 from .group_sharded import group_sharded_parallel
+from .hybrid_ep import HybridEP
 from .loss_scaling import GradScaler
 from .moving import move_experts
 from .optimizers import gather_optimizer_state_dict, shard_optimizer_state_dict
@@ -26,6 +27,7 @@ __all__ = [
     "ExchangeHandle",
     "ExpertParallel",
     "GradScaler",
+    "HybridEP",
     "LineTransport",
     "Received",
     "Saving",

@@ -169,8 +169,8 @@ class DispatchedTokens(NamedTuple):
 class TokenTransport(Transport, abc.ABC):
     """A transport that sends tokens to the ranks of their experts, and adds up what these return.
 
-    It serves ``combine="reduced"`` without ``payload`` and ``tokens_per_rank``. `DeepEP` is one; libraries with a
-    dispatch and a combine fit. The package compares neither calls nor gradient modes of ranks: all ranks run the same
+    It serves ``combine="reduced"`` without ``payload`` and ``tokens_per_rank``. `DeepEP` and `HybridEP` are such;
+    libraries with a dispatch and a combine fit. The package compares neither calls nor gradient modes of ranks: all ranks run the same
     backward passes.
 
     Examples:
