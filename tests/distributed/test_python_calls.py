@@ -21,9 +21,9 @@ LIMITS: list[tuple[dict[str, Any], int, int]] = [
     ({"combine": "reduced", **PEER}, 225, 18),
     ({"combine": "exact", **PEER}, 275, 18),
     ({"combine": "exact", "payload": "fp8_1x128", **PEER}, 275, 18),
-    ({"combine": "reduced"}, 275, 17),
-    ({"combine": "reduced", "tokens_per_rank": 16}, 260, 17),
-    ({"combine": "reduced", "payload": "fp8_1x128"}, 300, 17),
+    ({"combine": "reduced"}, 275, 18),
+    ({"combine": "reduced", "tokens_per_rank": 16}, 260, 18),
+    ({"combine": "reduced", "payload": "fp8_1x128"}, 300, 18),
     ({"combine": "exact"}, 305, 17),
 ]
 

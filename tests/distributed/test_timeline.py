@@ -31,7 +31,7 @@ BACKWARD = [
 
 def test_the_command_records_the_steps_of_both_passes_in_order_on_each_rank(tmp_path, monkeypatch):
     out = tmp_path / "a-expert-parallel-timeline.jsonl"
-    command = ["--timeline", "--backend", processes.default_backend, "--shapes", "trial", "--tokens", "9"]
+    command = ["--timeline", "--backend", processes.default_backend, "--shapes", "trial", "--tokens", "257"]
     monkeypatch.setattr(sys, "argv", ["benchmark", *command, "--samples", "2", "--out", str(out), "--commit", "abc"])
     monkeypatch.setattr(processes, "TIMEOUT_S", processes.TIMEOUT_S)  # which the command sets
     monkeypatch.setenv("MALLOC_PERTURB_", "0")
@@ -54,7 +54,7 @@ def test_the_command_records_the_steps_of_both_passes_in_order_on_each_rank(tmp_
 def test_the_command_times_layers_without_and_with_exchanges_in_flight(tmp_path, monkeypatch):
     out = tmp_path / "a-expert-parallel-overlap.jsonl"
     command = ["--overlap", "--transports", "peer", "--backend", processes.default_backend, "--shapes", "trial"]
-    monkeypatch.setattr(sys, "argv", ["benchmark", *command, "--tokens", "10", "--samples", "1", *OUT, str(out)])
+    monkeypatch.setattr(sys, "argv", ["benchmark", *command, "--tokens", "514", "--samples", "1", *OUT, str(out)])
     monkeypatch.setattr(processes, "TIMEOUT_S", processes.TIMEOUT_S)  # which the command sets
     monkeypatch.setenv("MALLOC_PERTURB_", "0")
     main()
