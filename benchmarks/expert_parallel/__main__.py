@@ -25,6 +25,9 @@ With ``--fetched`` the copy, dispatch and combine alone are timed, with several 
 With ``--few`` layers without gradients are timed for few tokens of a rank, by exchanges of one launch each way and by
 those of several launches.
 
+With ``--overlap`` layers are timed, whose exchanges are in flight while other work runs, beside the same layers
+without; each line has the steps of the call of median time.
+
 With ``--timeline`` one layer call is recorded instead: for each rank when each step of routing, dispatch, products and
 combine begins and ends, forward and backward, in microseconds from a common start. The recorded call is the one of
 median time among several. A timeline of processes on a CPU:
@@ -45,6 +48,7 @@ from typing import Any
 from tests.distributed import processes
 
 from .measure import FEW_TOKENS, MODELS, SHAPES, TOKENS, measure, measure_few, measure_shares
+from .overlap import TRANSPORTS, overlaps
 from .timeline import timelines
 
 
@@ -62,16 +66,19 @@ def main() -> None:
     parser.add_argument("--fetched", type=int, nargs="+", choices=range(9), help="of every 8 rows")
     parser.add_argument("--few", type=int, nargs="*", help="numbers of tokens of a rank")
     parser.add_argument("--timeline", action="store_true", help="record the steps of a layer instead")
+    parser.add_argument("--overlap", action="store_true", help="time layers with exchanges in flight instead")
+    parser.add_argument("--transports", nargs="+", default=list(TRANSPORTS), choices=TRANSPORTS, help="with --overlap")
     arguments = parser.parse_args()
-    if arguments.backend == "gloo" and not arguments.timeline:
-        parser.error("--backend gloo needs --timeline; the other times are those of GPUs")
+    if arguments.backend == "gloo" and not arguments.timeline and arguments.transports != ["peer"]:
+        parser.error("--backend gloo needs --timeline, or --overlap --transports peer; other times are those of GPUs")
     processes.TIMEOUT_S = arguments.timeout
     os.environ["MALLOC_PERTURB_"] = "0"  # which takes time
     lines = [machine(arguments.commit, arguments.ranks, arguments.backend)]
     for name in arguments.shapes:
         for tokens in [arguments.tokens] if arguments.few is None else arguments.few or FEW_TOKENS:
             arguments.tokens = tokens
-            of_shape = timeline_of(name, arguments) if arguments.timeline else times_of(name, arguments)
+            recorded = overlaps_of if arguments.overlap else timeline_of if arguments.timeline else times_of
+            of_shape = recorded(name, arguments)
             shape = {"shape": name, "tokens": tokens, **SHAPES[name]._asdict(), "ranks": arguments.ranks}
             lines += [{**shape, **each} for each in of_shape]
         arguments.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -113,6 +120,17 @@ def timeline_of(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]
     for number, steps in enumerate(call):
         print(f"{name}, rank {number}: {len(steps)} steps in {steps[-1]['end_us']:.0f} us", flush=True)
     return [{"what": "timeline", "rank": number, "steps": steps} for number, steps in enumerate(call)]
+
+
+def overlaps_of(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A line for each case and transport, without and with exchanges in flight, each by the slowest rank."""
+    options = {"name": name, "tokens": arguments.tokens, "samples": arguments.samples}
+    of_ranks = processes.run(overlaps, arguments.ranks, arguments.backend, transports=arguments.transports, **options)
+    slowest = [max(each, key=lambda found: found["us"]) for each in zip(*of_ranks, strict=True)]
+    for line in slowest:
+        how = "in flight" if line["in_flight"] else "in turn"
+        print(f"{name}, {line['case']}, {line['transport']}, {how}: {line['us']:.0f} us", flush=True)
+    return slowest
 
 
 if __name__ == "__main__":

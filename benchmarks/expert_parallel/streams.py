@@ -21,15 +21,18 @@ class GpuStream:
     """The stream of Paddle's kernels, through the driver."""
 
     def __init__(self, place: Any) -> None:
-        core, self._driver = paddle.base.core, ctypes.CDLL("libcuda.so.1")
-        if place.is_gpu_place():
-            stream = core._get_current_stream(place.gpu_device_id()).cuda_stream
-        else:
-            kind = place.custom_device_type()
-            stream = core._get_current_custom_device_stream(kind, place.custom_device_id()).raw_stream
-        self._stream = ctypes.c_void_p(stream)
+        self._place, self._driver = place, ctypes.CDLL("libcuda.so.1")
+        self._stream = self._current()
         self._delay = ctypes.c_uint64()
         self._call("cuMemAlloc_v2", ctypes.byref(self._delay), ctypes.c_size_t(_DELAY_BYTES))
+
+    def _current(self) -> ctypes.c_void_p:
+        """The current stream of Paddle's kernels."""
+        core, place = paddle.base.core, self._place
+        if place.is_gpu_place():
+            return ctypes.c_void_p(core._get_current_stream(place.gpu_device_id()).cuda_stream)
+        given = place.custom_device_type(), place.custom_device_id()
+        return ctypes.c_void_p(core._get_current_custom_device_stream(*given).raw_stream)
 
     def _call(self, name: str, *arguments: Any) -> None:
         status = getattr(self._driver, name)(*arguments)
@@ -51,11 +54,11 @@ class GpuStream:
         for _ in range(int(microseconds / _US_OF_DELAY) + 1):
             self._call("cuMemsetD8Async", self._delay, 0, ctypes.c_size_t(_DELAY_BYTES), self._stream)
 
-    def mark(self) -> Any:
-        """A mark after all work so far."""
+    def mark(self, *, on_current: bool = False) -> Any:
+        """A mark after all work so far, on the stream of this object, or on the one that is current now."""
         event = ctypes.c_void_p()
         self._call("cuEventCreate", ctypes.byref(event), 0)
-        self._call("cuEventRecord", event, self._stream)
+        self._call("cuEventRecord", event, self._current() if on_current else self._stream)
         return event
 
     def microseconds(self, begin: Any, marks: Sequence[Any]) -> list[float]:
@@ -84,7 +87,7 @@ class HostStream:
     def delay(self, microseconds: float) -> None:
         """Nothing is queued."""
 
-    def mark(self) -> float:
+    def mark(self, *, on_current: bool = False) -> float:
         return time.perf_counter()
 
     def microseconds(self, begin: float, marks: Sequence[float]) -> list[float]:

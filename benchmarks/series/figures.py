@@ -143,6 +143,14 @@ def _timelines(lines: _Lines) -> Iterator[Figure]:
             yield Figure(f"expert parallel: layer_{name}", f"{shape}, {sizes.tokens}", tflops, "TFLOP/s", False)
 
 
+def _overlaps(lines: _Lines) -> Iterator[Figure]:
+    for line in lines:
+        how = "in flight" if line["in_flight"] else "in turn"
+        name = f"expert parallel: {line['case']}, {line['transport']}, {how}"
+        shape = f"{line['shape']}, {line['tokens']}"
+        yield Figure(name, shape, line["tokens"] / line["us"], "tokens/us", line["in_flight"])
+
+
 _READERS: dict[str, Callable[[_Lines], Iterator[Figure]]] = {
     "layer": _layers,
     "layer-sonic": _layers,
@@ -159,6 +167,7 @@ _READERS: dict[str, Callable[[_Lines], Iterator[Figure]]] = {
     "expert-parallel": _exchanges,
     "expert-parallel-few": _exchanges,
     "expert-parallel-timeline": _timelines,
+    "expert-parallel-overlap": _overlaps,
 }
 
 

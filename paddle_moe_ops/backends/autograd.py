@@ -33,6 +33,7 @@ __all__ = [
     "Gradients",
     "OneShotGuard",
     "applied_once",
+    "as_node",
     "connect",
     "first_order_only",
     "linear",
@@ -230,10 +231,10 @@ def connect(call: Call, *inputs: Tensor | None) -> Tensors:
     if not wants_gradient(*inputs):
         with paddle.no_grad():
             return call.run()
-    return _as_node(call, [tensor for tensor in inputs if tensor is not None])
+    return as_node(call, [tensor for tensor in inputs if tensor is not None])
 
 
-def _as_node(call: Call, given: list[Tensor]) -> Tensors:
+def as_node(call: Call, given: list[Tensor]) -> Tensors:
     """Run a call as a node of the graph."""
     backend = None if call.kernels is None else call.kernels.name
     texts = {}
@@ -288,7 +289,7 @@ def linear(
     """
     if not wants_gradient(value):
         return there(value)
-    return _as_node(_Linear(function, kernels, value, there, back, read), [value])[0]
+    return as_node(_Linear(function, kernels, value, there, back, read), [value])[0]
 
 
 class _FirstOrderOnly(Call):

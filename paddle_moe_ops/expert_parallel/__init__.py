@@ -8,8 +8,10 @@ from .checkpoint import gather_state_dict, shard_state_dict
 from .deep_ep import DeepEP
 from .dispatch import ExpertParallel
 from .distributed_checkpoint import Saving, load_checkpoint, save_checkpoint
+from .exchanges import ExchangeHandle
 from .fleet import distributed_optimizer
 from .group_sharded import group_sharded_parallel
+from .hybrid_ep import HybridEP
 from .loss_scaling import GradScaler
 from .moving import move_experts
 from .optimizers import gather_optimizer_state_dict, shard_optimizer_state_dict
@@ -22,8 +24,10 @@ __all__ = [
     "ClipGradByGlobalNorm",
     "DeepEP",
     "DispatchedTokens",
+    "ExchangeHandle",
     "ExpertParallel",
     "GradScaler",
+    "HybridEP",
     "LineTransport",
     "Received",
     "Saving",

@@ -9,7 +9,6 @@ sent and received nothing.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
@@ -23,11 +22,11 @@ from .._graphs import beside, filled, numbers_of
 from .._options import Combine, QuantizeFormat, TransportName
 from .._quick import AMAX_MIN
 from ..backends import QuantizeSpec, RouteSpec, Validation, compiled_backend, direct, resolve
-from ..backends.autograd import Call, Gradients, connect, linear
 from ..backends.base import Tensors
 from ..routing import Plan, planned
 from .agreement import CALL_WORDS, Kind, LayerCall, Step, backward_step
 from .channels import HEADER
+from .exchanges import End, Exchange
 from .placement import BY_ROW, moved_rows
 from .protocol import LineTransport, TokenTransport
 from .transports import checked_timeout
@@ -39,14 +38,15 @@ __all__ = [
     "chunks_of",
     "counts_of_ranks",
     "equal_parts",
-    "exchange",
     "kept_ids",
+    "lines_of_ranks",
     "local_ids_of",
     "local_plan",
     "plan_of_ranks",
+    "rows_exchange",
     "rows_of_tokens",
     "say_that_this_rank_raises",
-    "tokens_and_probs",
+    "tokens_exchange",
     "trimmed",
 ]
 
@@ -273,75 +273,108 @@ class Counts(NamedTuple):
     received: list[int]
     float8: str | None = None
 
-    def there(self, step: Step) -> Callable[[Tensor], Tensor]:
-        """Return the function that sends lines [sum(sent), ...] in a pass of a call, and returns the received ones."""
-        return functools.partial(self.transport.exchange, sent=self.sent, received=self.received, step=step)
+    def encode(self, tokens: Tensor) -> Tensors:
+        """Return the float8 codes and scales of tokens."""
+        spec = QuantizeSpec(self.float8 == _checks.UE8M0, "row", AMAX_MIN)
+        return resolve("quantize_1x128", tokens).quantize_1x128(tokens, spec)
 
-    def back(self, step: Step) -> Callable[[Tensor], Tensor]:
-        """Return the function that sends lines [sum(received), ...] the opposite way."""
-        return functools.partial(self.transport.exchange, sent=self.received, received=self.sent, step=step)
-
-    def send_tokens(self, tokens: Tensor, step: Step) -> Tensor:
-        """Send tokens [sum(sent), d], as float8 if ``float8`` says so, and return the received ones."""
-        if self.float8 is None:
-            return self.transport.exchange(tokens, self.sent, self.received, step)
-        spec, there = QuantizeSpec(self.float8 == _checks.UE8M0, "row", AMAX_MIN), self.there(step)
-        codes, scales = resolve("quantize_1x128", tokens).quantize_1x128(tokens, spec)
-        codes, scales = there(codes), there(scales)
-        return resolve("dequantize_1x128", codes).dequantize_1x128(codes, scales, "row", tokens.dtype)
+    def decode(self, dtype: Any, codes: Tensor, scales: Tensor) -> Tensor:
+        """Return the tokens of codes and scales."""
+        return resolve("dequantize_1x128", codes).dequantize_1x128(codes, scales, "row", dtype)
 
 
-class _TokensAndProbs(Call):
-    """A call that sends tokens and probabilities; with one node, all ranks send the gradients in one order."""
+class LineLeg(NamedTuple):
+    """A leg by a transport of lines.
 
-    function = _DISPATCH
+    Attributes:
+        transport: the transport of the lines.
+        sent: lines for each rank.
+        received: lines from each rank.
+        step: the pass.
+        before: returns the lines to send from the tensors; None: they are these.
+        after: returns the received tensors from the received lines; None: they are these.
+    """
 
-    def __init__(self, tokens: Tensor, probs: Tensor, counts: Counts, step: Step) -> None:
-        super().__init__(None, tokens, probs)
-        self.payload: Tensors = (tokens, probs)
-        self.counts, self.step = counts, step
+    transport: LineTransport
+    sent: list[int]
+    received: list[int]
+    step: Step
+    before: Callable[..., Tensors] | None = None
+    after: Callable[..., Tensors] | None = None
 
-    def run(self) -> Tensors:
-        (tokens, probs), self.payload = self.payload, ()
-        counts = self.counts
-        arrived = counts.send_tokens(tokens, self.step)
-        return arrived, counts.transport.exchange(probs, counts.sent, counts.received, self.step)
+    def run(self, *values: Tensor) -> Tensors:
+        exchange, of_leg = self.transport.exchange, (self.sent, self.received, self.step)
+        made: Tensors = ()
+        for lines in values if self.before is None else self.before(*values):
+            made = (*made, exchange(lines, *of_leg))
+        return made if self.after is None else self.after(*made)
 
-    def differentiate(self, *gradients: Tensor) -> Gradients:
-        d_tokens, d_probs = gradients
-        step = backward_step(self.step.call, Kind.DISPATCH_BACKWARD)
-        there, back = self.counts.there(step), self.counts.back(step)
-        d_tokens = linear(_DISPATCH, None, d_tokens, back, there)
-        return d_tokens, linear(_DISPATCH, None, d_probs, back, there)
+    def start(self, *values: Tensor) -> End:
+        lines = values if self.before is None else self.before(*values)
+        ends = [self.transport.start_exchange(each, self.sent, self.received, self.step) for each in lines]
 
+        def end() -> Tensors:
+            made = tuple([each() for each in ends])
+            return made if self.after is None else self.after(*made)
 
-def exchange(rows: Tensor, counts: Counts, step: Step) -> Tensor:
-    """Send rows to their ranks; differentiable."""
-
-    def back(gradient: Tensor) -> Tensor:
-        back_step = backward_step(step.call, Kind.COMBINE_BACKWARD)
-        return counts.transport.exchange(gradient, counts.received, counts.sent, back_step)
-
-    return linear(_COMBINE, None, rows, counts.there(step), back)
+        return end
 
 
-def tokens_and_probs(x: Tensor, probs: Tensor, to_ranks: Plan, counts: Counts, step: Step) -> Tensors:
-    """Send tokens [T, d] and probabilities [T, K] by a plan over ranks; returns the received ones, differentiable."""
+def rows_exchange(counts: Counts, step: Step) -> Exchange:
+    """Return the exchange of rows of experts, or of their sums, in combine."""
+    transport, sent, received = counts.transport, counts.sent, counts.received
+
+    def back() -> LineLeg:
+        return LineLeg(transport, received, sent, backward_step(step.call, Kind.COMBINE_BACKWARD))
+
+    return Exchange(_COMBINE, LineLeg(transport, sent, received, step), back)
+
+
+def tokens_exchange(counts: Counts, step: Step, dtype: Any) -> Exchange:
+    """Return the exchange of tokens and probabilities in dispatch; with one node, all ranks send in one order.
+
+    Args:
+        counts: of the tokens.
+        step: the dispatch.
+        dtype: of tokens.
+    """
+
+    def before(tokens: Tensor, probs: Tensor) -> Tensors:
+        return (*counts.encode(tokens), probs)
+
+    def after(*lines: Tensor) -> Tensors:
+        return counts.decode(dtype, *lines[:-1]), lines[-1]
+
+    transport, sent, received = counts.transport, counts.sent, counts.received
+
+    def back() -> LineLeg:
+        return LineLeg(transport, received, sent, backward_step(step.call, Kind.DISPATCH_BACKWARD))
+
+    def again() -> LineLeg:
+        return LineLeg(transport, sent, received, backward_step(step.call, Kind.DISPATCH_BACKWARD))
+
+    there = LineLeg(transport, sent, received, step)
+    if counts.float8 is not None:
+        there = there._replace(before=before, after=after)
+    return Exchange(_DISPATCH, there, back, again)
+
+
+def lines_of_ranks(x: Tensor, probs: Tensor, to_ranks: Plan) -> Tensors:
+    """Return tokens [T, d] and probabilities [T, K] in the order of a plan over ranks; differentiable."""
     backend = resolve("permute", x)
-    tokens, probs = backend.permute(x, None, to_ranks, "all")[0], backend.permute(probs, None, to_ranks, "all")[0]
-    return connect(_TokensAndProbs(tokens, probs, counts, step), tokens, probs)
+    return backend.permute(x, None, to_ranks, "all")[0], backend.permute(probs, None, to_ranks, "all")[0]
 
 
 def rows_of_tokens(
-    x: Tensor, plan: Plan, to_ranks: Plan, tokens: Counts, local: Plan, chunks: Chunks, rows: Counts, step: Step
-) -> Tensor:
-    """Return the rows of the local experts, in expert order; differentiable in x.
+    dtype: Any, plan: Plan, to_ranks: Plan, tokens: Counts, local: Plan, chunks: Chunks, rows: Counts, step: Step
+) -> Exchange:
+    """Return the exchange of tokens [T, d] for the rows of the local experts, in expert order.
 
     Each token is sent once per rank, and the receiver permutes it to rows. The backward pass sends every row's
     gradient, so that a token's gradient is one sum over its rows, rounded once, as on one rank with all experts.
 
     Args:
-        x: [T, d], this rank's tokens.
+        dtype: of tokens.
         plan: their plan over all experts.
         to_ranks: the plan of tokens by rank.
         tokens: the numbers of tokens in the exchange.
@@ -351,17 +384,26 @@ def rows_of_tokens(
         step: the dispatch.
     """
 
-    def there(x: Tensor) -> Tensor:
-        backend = resolve("permute", x)
-        arrived = tokens.send_tokens(backend.permute(x, None, to_ranks, "all")[0], step)
-        return backend.permute(arrived, None, local, "all")[0]
+    def before(x: Tensor) -> Tensors:
+        lines = resolve("permute", x).permute(x, None, to_ranks, "all")[0]
+        return (lines,) if tokens.float8 is None else tokens.encode(lines)
 
-    def back(gradient: Tensor) -> Tensor:
+    def after(*lines: Tensor) -> Tensors:
+        arrived = lines[0] if tokens.float8 is None else tokens.decode(dtype, *lines)
+        return (resolve("permute", arrived).permute(arrived, None, local, "all")[0],)
+
+    def by_rank(gradient: Tensor) -> Tensors:
+        return (chunks.by_rank(gradient),)
+
+    def summed(returned: Tensor) -> Tensors:
+        return (resolve("unpermute", returned).unpermute(returned, None, plan),)
+
+    def back() -> LineLeg:
         back_step = backward_step(step.call, Kind.DISPATCH_BACKWARD)
-        returned = rows.transport.exchange(chunks.by_rank(gradient), rows.sent, rows.received, back_step)
-        return resolve("unpermute", returned).unpermute(returned, None, plan)
+        return LineLeg(rows.transport, rows.sent, rows.received, back_step, by_rank, summed)
 
-    return linear(_DISPATCH, None, x, there, back)
+    there = LineLeg(tokens.transport, tokens.sent, tokens.received, step, before, after)
+    return Exchange(_DISPATCH, there, back)
 
 
 def say_that_this_rank_raises(transport: LineTransport, step: Step) -> None:

@@ -21,7 +21,7 @@ from .agreement import Step
 from .symmetric_buffers import Barrier, RowBuffer
 from .symmetric_memory import BufferShape, allocate, granularity
 
-__all__ = ["DISPATCH", "HEADER", "RowChannel", "TokenChannel", "like_of"]
+__all__ = ["DISPATCH", "HEADER", "RowChannel", "TokenChannel", "TokenSlot", "like_of"]
 
 DISPATCH = "ExpertParallel.dispatch"
 HEADER = 64  # PMO_RECORDS_HEADER
@@ -101,6 +101,7 @@ class TokenChannel:
         scale_columns: columns of a token's scales from `quantize_1x128`; 0 without float8.
         state: of the barrier.
         wait: see `Barrier.wait`; within the timeout.
+        begin: see `Barrier.begin`.
         next: see `Barrier.next`.
         rows: the buffers for the rows of these tokens, once a call has sent rows.
     """
@@ -120,6 +121,7 @@ class TokenChannel:
         width, ranks = like.shape[1], group.nranks
         self.timeout, self._barrier, self.state = timeout, barrier, barrier.state
         self.wait = functools.partial(barrier.wait, timeout=timeout)
+        self.begin = barrier.begin
         self.meet(step)
         page, row_bytes = granularity(like.place), width * like.element_size()
         multiple = page // math.gcd(page, row_bytes)
@@ -216,7 +218,8 @@ class RowChannel:
         region_bytes = rows * width * like.element_size()
         shape = BufferShape(region_bytes, tokens.group.nranks * rows, width, like.dtype)
         self._buffers = [tokens.row_buffer(*views) for views in _pairs(tokens.group, like, [shape])]
-        self.wait, self._next = tokens.wait, tokens.next  # a reference to `tokens` would be a cycle
+        self.wait, self.begin = tokens.wait, tokens.begin  # a reference to `tokens` would be a cycle
+        self._next = tokens.next
 
     def buffer(self) -> RowBuffer:
         """Return the buffer of the next exchange; row r * K + k belongs to slot k of the token in row r."""

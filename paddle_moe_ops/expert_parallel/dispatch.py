@@ -6,41 +6,24 @@ from __future__ import annotations
 
 import copy as copying
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import paddle
 from paddle import Tensor
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
-from .._graphs import GraphValue, beside, context_manager, public
+from .._graphs import GraphValue, context_manager, public
 from .._options import Combine, QuantizeFormat, TransportName
-from ..backends import RouteSpec, resolve
-from ..backends.autograd import wants_gradient
-from ..backends.base import Validation
-from ..routing import Plan, planned, route, row_probs
-from .agreement import Kind, LayerCall, Mode, Step, agree, combine_step, group_of, number_of_layer
-from .alltoall import (
-    Counts,
-    check_travel,
-    chunks_of,
-    counts_of_ranks,
-    equal_parts,
-    exchange,
-    kept_ids,
-    local_ids_of,
-    local_plan,
-    plan_of_ranks,
-    rows_of_tokens,
-    say_that_this_rank_raises,
-    tokens_and_probs,
-    trimmed,
-)
+from .agreement import Mode, Step, agree, combine_step, group_of, number_of_layer
+from .alltoall import check_travel, rows_exchange, say_that_this_rank_raises
 from .deep_ep import DeepEP
+from .exchanges import ExchangeHandle, Flight, exchanged
+from .layer_exchanges import DISPATCH, LayerExchanges
 from .peer import Peers
 from .placement import Placement, Slots, as_option, placement_of
 from .protocol import CheckedLines, LineTransport, TokenTransport, Transport, connected, transport_option
-from .received import Received, WayBack, WayBackToPeers
+from .received import Received, WayBackToPeers
 from .symmetric_buffers import buffers_of
 from .tokens import TokenExchange
 from .transports import DEFAULT_TIMEOUT_S, Alone, transport_for
@@ -48,11 +31,10 @@ from .transports import DEFAULT_TIMEOUT_S, Alone, transport_for
 __all__ = ["ExpertParallel", "parallel_of_agreed", "telling_of_errors"]
 
 _NAME = "ExpertParallel"
-_DISPATCH = f"{_NAME}.dispatch"
 _OF_TOKENS, _OF_ROWS = "the tokens of received", "the rows of received"
 
 
-class ExpertParallel:
+class ExpertParallel(LayerExchanges):
     """The exchange of tokens between the ranks of a group, each of which has some of the experts.
 
     `dispatch` sends each token once to every rank that has one of its experts; `combine` returns every token's weighted
@@ -180,8 +162,8 @@ class ExpertParallel:
         self.num_local_experts = len(self.local_experts)
         self.first_expert = self.local_experts[0] if self.local_experts else 0
         self._slots = None if placement.is_even else Slots(placement)
-        self._peers: Peers | TokenExchange | None = None
-        self._transport: LineTransport = Alone()
+        self._peers = None
+        self._transport = Alone()
         if group.nranks == 1:
             return
         name = given if isinstance(given, str) and given not in ("peer", "deepep") else "auto"
@@ -199,18 +181,30 @@ class ExpertParallel:
         self._layer.needs_room(placement.slots_per_rank)
         self._place(placement)
 
-    def _plan_of_received(self, plan: Plan) -> Plan:
-        """Return a plan of received tokens over this rank's slots as one over its experts."""
-        count = self.num_local_experts
-        if plan.num_experts == count:
-            return plan
-        return plan._replace(
-            tokens_per_expert=plan.tokens_per_expert[:count],
-            expert_offsets=plan.expert_offsets[: count + 1],
-            routed_per_expert=plan.routed_per_expert[:count],
-            num_experts=count,
-        )
-
+    @overload
+    def dispatch(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        probs: Tensor,
+        *,
+        capacity: int | None = ...,
+        validate: bool | None = ...,
+        copy: bool = ...,
+        async_op: Literal[False] = ...,
+    ) -> Received: ...
+    @overload
+    def dispatch(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        probs: Tensor,
+        *,
+        capacity: int | None = ...,
+        validate: bool | None = ...,
+        copy: bool = ...,
+        async_op: Literal[True],
+    ) -> ExchangeHandle[Received]: ...
     def dispatch(
         self,
         x: Tensor,
@@ -220,7 +214,8 @@ class ExpertParallel:
         capacity: int | None = None,
         validate: bool | None = None,
         copy: bool = True,
-    ) -> Received:
+        async_op: bool = False,
+    ) -> Received | ExchangeHandle[Received]:
         """Send this rank's tokens to their experts, and receive the tokens for its own experts.
 
         Differentiable in ``x``, and with ``combine="reduced"`` in ``probs`` (otherwise `combine` is). Deterministic:
@@ -250,9 +245,13 @@ class ExpertParallel:
                 with ``tokens_per_rank`` or a `TokenTransport`, as "deepep" is); this object was closed, or its group
                 destroyed.
         """
-        return _dispatch(x, ids, probs, self, capacity, validate, copy)
+        return _dispatch(x, ids, probs, self, capacity, validate, copy, async_op)
 
-    def combine(self, out: Tensor, received: Received) -> Tensor:
+    @overload
+    def combine(self, out: Tensor, received: Received, *, async_op: Literal[False] = ...) -> Tensor: ...
+    @overload
+    def combine(self, out: Tensor, received: Received, *, async_op: Literal[True]) -> ExchangeHandle[Tensor]: ...
+    def combine(self, out: Tensor, received: Received, *, async_op: bool = False) -> Tensor | ExchangeHandle[Tensor]:
         """Return the weighted sums of expert outputs of this rank's tokens.
 
         Differentiable in ``out``, and with ``combine="exact"`` in the ``probs`` of `dispatch`. Deterministic:
@@ -263,9 +262,10 @@ class ExpertParallel:
             out: with ``combine="exact"`` [N, d] in the order of ``received.rows``, not weighted; with "reduced" [R, d]
                 in the order of ``received.tokens``, weighted sums, as `moe_mlp` returns them.
             received: the result of `dispatch`.
+            async_op: True: return when the exchange has begun, so that later work overlaps it.
 
         Returns:
-            [T, d].
+            [T, d]; with ``async_op`` a handle, whose `wait` returns it.
 
         Raises:
             TypeError: an argument of the wrong type or dtype.
@@ -273,7 +273,7 @@ class ExpertParallel:
             RuntimeError: a rank did not answer.
         """
         _checks.instance(f"{_NAME}.combine", "received", received, Received, "what dispatch returned")
-        return _combine(out, received)
+        return _combine(out, received, async_op)
 
     def close(self) -> None:
         """Stop exchanging tokens, and free the memory that the ranks share once nothing else uses it.
@@ -299,18 +299,6 @@ class ExpertParallel:
         made._layer, made._calls = self._layer.of_copy(), 0
         made._unread = None if self._unread is None else []
         return made
-
-    def _dispatch_step(self, x: Tensor, ids: Tensor, probs: Tensor, copies: bool = True) -> Step:
-        """Return the step of the next dispatch."""
-        form = x.shape[1], ids.shape[1], _checks.SUM_DTYPES.index(x.dtype)
-        mode = Mode.COMBINE_BACKWARD if paddle.is_grad_enabled() else Mode.NONE
-        if wants_gradient(x) or (self.combines == "reduced" and wants_gradient(probs)):
-            mode |= Mode.DISPATCH_BACKWARD
-        return self._step((*form, copies), mode)
-
-    def _step(self, form: tuple[int, int, int, bool], mode: Mode) -> Step:
-        call = LayerCall(self.group.ranks, self._layer, self._calls, *form, modes={}, unread=self._unread)
-        return Step(call, Kind.DISPATCH, mode)
 
     def __repr__(self) -> str:
         own = self._given_transport if isinstance(self._given_transport, Transport) else self._transport
@@ -346,174 +334,60 @@ def telling_of_errors(ep: ExpertParallel) -> Iterator[None]:
 
 @public("x", "probs")
 def _dispatch(
-    x: Tensor, ids: Tensor, probs: Tensor, ep: ExpertParallel, capacity: int | None, validate: bool | None, copy: bool
-) -> Received:
-    if ep._peers is not None:
-        return _dispatch_to_peers(x, ids, probs, ep, ep._peers, capacity, validate, copy)
-    with telling_of_errors(ep):
-        _check_arguments(x, ids, probs, copy)
-        plan = _plan(ids, probs, ep, capacity, validate)
-    # without a capacity all ids are kept, and other values are sent to no rank; int64 may not fit
-    kept = ids if capacity is None and ids.dtype == paddle.int32 else kept_ids(ids, plan)
-    kept, step, slots = beside(kept, x), ep._dispatch_step(x, ids, probs), ep._placement.slots_per_rank
-    if ep._slots is not None:
-        kept = ep._slots.of_ids(kept)
-    if ep.tokens_per_rank is not None:
-        return _dispatch_equal_parts(x, probs, kept, plan, ep, step)
-    of_slots = plan.tokens_per_expert if ep._slots is None else ep._slots.of_counts(plan.tokens_per_expert)
-    to_ranks = plan_of_ranks(kept, ep.group.nranks, slots, None)
-    tokens, rows, of_experts = counts_of_ranks(x, of_slots, to_ranks, ep._transport, ep.payload, step, validate)
-    ep._calls += 1
-    to_ranks = trimmed(to_ranks, sum(tokens.sent))
-    sent_ids = local_ids_of(kept, to_ranks, slots, has_gaps=False)
-    arrived_ids = beside(ep._transport.exchange(sent_ids, tokens.sent, tokens.received, step), x)
-    local = ep._plan_of_received(local_plan(arrived_ids, slots, sum(rows.sent)))
-    of_experts = of_experts[:, : ep.num_local_experts]
-    common: dict[str, Any] = {
-        "plan": local,
-        "tokens_per_expert": of_experts.sum(axis=0).tolist(),
-        "routed_per_expert": plan.routed_per_expert,
-        "dropped_slots": plan.overflow,
-    }
-    if ep.combines == "reduced":
-        return _received_tokens(x, probs, to_ranks, tokens, ep, step, common)
-    chunks, plan = chunks_of(of_experts, like=x), trimmed(plan, sum(rows.received))
-    if ep._slots is not None:
-        plan = ep._slots.by_rank(plan)
-    made = rows_of_tokens(x, plan, to_ranks, tokens, local, chunks, rows, step)
-    back = WayBack(rows, chunks, plan, row_probs(probs, plan), step.call)
-    return Received(rows=made, tokens=None, probs=None, _way_back=back, **common)
-
-
-def _check_arguments(x: Tensor, ids: Tensor, probs: Tensor, copy: bool) -> None:
-    """Check the arguments of `dispatch`."""
-    _checks.flag(_DISPATCH, "copy", copy)
-    _checks.rows(_DISPATCH, "x", x, _checks.SUM_DTYPES, "num_tokens")
-    if isinstance(x, GraphValue):
-        _checks.bad_value(_DISPATCH, "x", "a tensor; exchanges run in dygraph only", "a value of a static graph")
-    _checks.tensor(_DISPATCH, "ids", ids, _checks.ID_DTYPES, [x.shape[0], "topk"])
-    _checks.tensor(_DISPATCH, "probs", probs, (paddle.float32,), ids.shape)
-    _checks.same_place(_DISPATCH, x=x, ids=ids, probs=probs)
-
-
-def _plan(ids: Tensor, probs: Tensor, ep: ExpertParallel, capacity: int | None, validate: bool | None) -> Plan:
-    """Return the plan of this rank's tokens over all experts; ids and probs are checked."""
-    slots = ids.shape[0] * ids.shape[1]
-    to_check = probs.detach() if validate is True else None
-    try:
-        if capacity is not None or not 0 < slots < 2**31:
-            options: dict[str, Any] = {"buffer_size": slots, "capacity": capacity, "validate": validate}
-            return route(ids, to_check, num_experts=ep.num_experts, **options)
-        validation = _checks.validation("route", validate, ids)
-        spec = RouteSpec(ep.num_experts, -1, 1, None, slots, "first", validation)
-        return planned(ids, to_check, None, None, spec)
-    except (TypeError, ValueError) as error:
-        raise _checks.renamed(error, "route", _DISPATCH, routing="ids") from None
-
-
-def _dispatch_equal_parts(
-    x: Tensor, probs: Tensor, ids: Tensor, plan: Plan, ep: ExpertParallel, step: Step
-) -> Received:
-    """Send the same number of lines to every rank, some without a token, so that the host waits for no count."""
-    equal, slots = [ep.tokens_per_rank or 0] * ep.group.nranks, ep._placement.slots_per_rank
-    tokens = Counts(ep._transport, equal, equal, ep.payload)
-    parts = equal_parts(ids, probs, ep.group.nranks, slots, ep.tokens_per_rank or 0, like=x)
-    arrived_ids = beside(ep._transport.exchange(parts.ids, equal, equal, step), x)
-    ep._calls += 1
-    most = arrived_ids.shape[0] * min(arrived_ids.shape[1], slots)
-    local = ep._plan_of_received(local_plan(arrived_ids, slots, most))
-    common: dict[str, Any] = {
-        "plan": local,
-        "tokens_per_expert": local.tokens_per_expert,
-        "routed_per_expert": plan.routed_per_expert,
-        "dropped_slots": plan.overflow + parts.dropped,
-    }
-    return _received_tokens(x, probs, parts.to_ranks, tokens, ep, step, common)
-
-
-def _dispatch_to_peers(
     x: Tensor,
     ids: Tensor,
     probs: Tensor,
     ep: ExpertParallel,
-    peers: Peers | TokenExchange,
     capacity: int | None,
     validate: bool | None,
     copy: bool,
-) -> Received:
-    """Write tokens to the ranks of their experts; with `Peers` sizes are the same in every call."""
-    _check_arguments(x, ids, probs, copy)
-    step = ep._dispatch_step(x, ids, probs, copy)
-    if isinstance(peers, Peers) and ep.combines == "reduced" and capacity is None:
-        if ids.shape[1] == 0 or _checks.validation(_DISPATCH, validate, ids) is not Validation.OFF:
-            _plan(ids, probs, ep, capacity, validate)  # raises the error
-        slots = ids if ep._slots is None else ep._slots.of_ids(ids)
-        got = peers.dispatch(x, slots, probs, step)
+    async_op: bool,
+) -> Any:
+    if ep._peers is not None:
+        _check_arguments(x, ids, probs, copy, async_op)
+        exchange, values, received = ep._way_to_peers(x, ids, probs, ep._peers, capacity, validate, copy)
+    else:
+        with telling_of_errors(ep):
+            _check_arguments(x, ids, probs, copy, async_op)
+            plan = ep._plan(ids, probs, capacity, validate)
+        exchange, values, received = ep._way_over_lines(x, ids, probs, plan, capacity, validate)
+    handle = ExchangeHandle(Flight(exchange, values, x), received) if async_op else None
+    made = () if handle is not None else exchanged(exchange, *values)
+    if ep._peers is not None:  # ranks go on with the same number after an exchange that failed
         ep._calls += 1
-        routed = got.routed if ep._slots is None else ep._slots.counts_of_experts(got.routed)
-        return _tokens_of_peers(got, peers, ep, routed, got.dropped)
-    plan = _plan(ids, probs, ep, capacity, validate)
-    if capacity is not None:
-        ids = kept_ids(ids, plan)
-    if ep._slots is not None:
-        ids = ep._slots.of_ids(ids)
-    if isinstance(peers, TokenExchange) or ep.combines == "reduced":
-        arrived = peers.dispatch(x, ids, probs, step)
-        ep._calls += 1
-        dropped = arrived.dropped if capacity is None else plan.overflow + arrived.dropped
-        return _tokens_of_peers(arrived, peers, ep, plan.routed_per_expert, dropped)
-    made = peers.dispatch_rows(x, ids, probs, plan, step)
-    ep._calls += 1
-    local = ep._plan_of_received(made.plan)
-    return Received(
-        plan=local,
-        rows=made.rows,
-        tokens=None,
-        probs=None,
-        tokens_per_expert=local.tokens_per_expert,
-        routed_per_expert=plan.routed_per_expert,
-        dropped_slots=made.dropped if capacity is None else plan.overflow + made.dropped,
-        _way_back=WayBackToPeers(peers, made.trip, local.num_rows, plan, row_probs(probs, plan)),
-    )
+    return received(*made) if handle is None else handle
 
 
-def _tokens_of_peers(
-    got: Any, peers: Peers | TokenExchange, ep: ExpertParallel, routed: Tensor, dropped: Tensor
-) -> Received:
-    """Return received tokens with ``combine="reduced"``."""
-    local = ep._plan_of_received(got.plan)
-    return Received(
-        plan=local,
-        rows=None,
-        tokens=got.tokens,
-        probs=got.probs,
-        tokens_per_expert=local.tokens_per_expert,
-        routed_per_expert=routed,
-        dropped_slots=dropped,
-        _way_back=WayBackToPeers(peers, got.trip, local.num_tokens, None, None),
-    )
-
-
-def _received_tokens(
-    x: Tensor, probs: Tensor, to_ranks: Plan, tokens: Counts, ep: ExpertParallel, step: Step, common: dict[str, Any]
-) -> Received:
-    arrived, their_probs = tokens_and_probs(x, probs, to_ranks, tokens, step)
-    back = WayBack(Counts(ep._transport, tokens.received, tokens.sent), None, to_ranks, None, step.call)
-    return Received(rows=None, tokens=arrived, probs=their_probs, _way_back=back, **common)
+def _check_arguments(x: Tensor, ids: Tensor, probs: Tensor, copy: bool, async_op: bool) -> None:
+    """Check the arguments of `dispatch`."""
+    _checks.flag(DISPATCH, "copy", copy)
+    if async_op is not False:
+        _checks.flag(DISPATCH, "async_op", async_op)
+        if not copy:
+            expected = "True with async_op=True, since later exchanges overwrite memory that ranks share"
+            _checks.bad_value(DISPATCH, "copy", expected, copy)
+    _checks.rows(DISPATCH, "x", x, _checks.SUM_DTYPES, "num_tokens")
+    if isinstance(x, GraphValue):
+        _checks.bad_value(DISPATCH, "x", "a tensor; exchanges run in dygraph only", "a value of a static graph")
+    _checks.tensor(DISPATCH, "ids", ids, _checks.ID_DTYPES, [x.shape[0], "topk"])
+    _checks.tensor(DISPATCH, "probs", probs, (paddle.float32,), ids.shape)
+    _checks.same_place(DISPATCH, x=x, ids=ids, probs=probs)
 
 
 @public("out")
-def _combine(out: Tensor, received: Received) -> Tensor:
+def _combine(out: Tensor, received: Received, async_op: bool) -> Any:
     name, back = f"{_NAME}.combine", received._way_back
+    if async_op is not False:
+        _checks.flag(name, "async_op", async_op)
     if isinstance(back, WayBackToPeers):
-        what = _OF_TOKENS if back.plan is None else _OF_ROWS
+        what, rows = _OF_TOKENS if back.plan is None else _OF_ROWS, out
         _checks.rows(name, "out", out, _checks.SUM_DTYPES, back.num_lines, f", {what}")
-        if back.plan is None or isinstance(back.peers, TokenExchange):
-            return back.peers.combine(out, back.trip)
-        rows = back.peers.combine_rows(out, back.trip)
+        exchange = back.peers.combine(out, back.trip)
     else:
         what = _OF_ROWS if back.chunks is not None else _OF_TOKENS
         _checks.rows(name, "out", out, _checks.SUM_DTYPES, sum(back.counts.sent), f", {what}")
-        travelling = out if back.chunks is None else back.chunks.by_rank(out)
-        rows = exchange(travelling, back.counts, combine_step(back.call, out))
-    return resolve("unpermute", rows).unpermute(rows, back.weights, back.plan)
+        rows = out if back.chunks is None else back.chunks.by_rank(out)
+        exchange = rows_exchange(back.counts, combine_step(back.call, out))
+    if async_op:
+        return ExchangeHandle(Flight(exchange, (rows,), out), back.sums)
+    return back.sums(*exchanged(exchange, rows))

@@ -9,19 +9,21 @@ are allocated in pairs, which exchanges use alternately: see `Barrier`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import paddle
 from paddle import Tensor
 
 from .. import _checks
+from .._graphs import dense
 from .._quick import AMAX_MIN
 from ..backends import direct, resolve
-from ..backends.autograd import Call, Gradients, connect, first_order_only, linear
 from ..backends.base import Tensors
 from ..routing import Plan, plan_of
 from .agreement import Kind, LayerCall, Step, backward_step, combine_step
-from .channels import DISPATCH, RowChannel, TokenChannel, like_of
+from .channels import DISPATCH, RowChannel, TokenChannel, TokenSlot, like_of
+from .exchanges import AtOnce, End, Exchange, Leg, Then
 from .symmetric_buffers import Barrier, GroupBuffers, OwnRows
 
 __all__ = ["Peers"]
@@ -30,36 +32,30 @@ _COMBINE = "ExpertParallel.combine"
 
 
 class ArrivedTokens(NamedTuple):
-    """The tokens that a rank received: R rows, some without a token.
+    """The R tokens that a rank received, some rows without a token, apart from the tokens and probabilities themselves.
 
     Attributes:
-        tokens: [R, d], zeros in rows without a token; with float8 these rows are undefined.
         plan: the local plan of the R tokens.
-        probs: float32 [R, K].
         dropped: 0-D int32, slots of this rank's tokens that exceeded S.
         routed: int32 [E], this rank's tokens that chose each expert.
         trip: the argument of `Peers.combine`.
     """
 
-    tokens: Tensor
     plan: Plan
-    probs: Tensor
     dropped: Tensor
     routed: Tensor
     trip: _Trip
 
 
 class ArrivedRows(NamedTuple):
-    """The rows that a rank received for its experts.
+    """The rows that a rank received for its experts, apart from the rows themselves.
 
     Attributes:
-        rows: [N, d] in the order of the local plan.
         plan: the local plan of the R tokens.
         dropped: as above.
         trip: the argument of `Peers.combine_rows`.
     """
 
-    rows: Tensor
     plan: Plan
     dropped: Tensor
     trip: _RowTrip
@@ -85,103 +81,143 @@ class _RowTrip(NamedTuple):
     local_to_buffer: Tensor  # int32 [N, 1]
     calls: Tensor  # of all ranks in dispatch
 
-    def exchanged(
-        self, rows: Tensor, step: Step, forward_calls: Tensor | None = None, *, to_owners: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Send local rows to the owners of their tokens, or rows of the owner's plan to the ranks of their experts.
+    def leg(
+        self,
+        step: Step,
+        calls: list[Tensor],
+        forward_calls: Tensor | None = None,
+        *,
+        to_owners: bool,
+    ) -> PeerLeg:
+        """Return the leg that sends local rows to the owners of their tokens, or rows of the owner's plan to experts.
 
-        Returns:
-            the received rows, and the calls of all ranks.
+        Args:
+            step: the pass.
+            calls: the list to which the calls of all ranks are appended.
+            forward_calls: in a backward pass, the calls of all ranks in the forward pass.
+            to_owners: the direction.
         """
         sent, received = self.own_to_buffer, self.local_to_buffer
         if to_owners:
             sent, received = received, sent
-        buffer = self.channel.buffer()
-        buffer.send(rows, sent, OwnRows.TO_BUFFER)
-        calls = self.channel.wait(step, forward_calls)
-        return buffer.receive(received, own=buffer.arrived), calls
+        channel = self.channel
+
+        def run(rows: Tensor) -> Tensors:
+            buffer = channel.buffer()
+            buffer.send(rows, sent, OwnRows.TO_BUFFER)
+            calls.append(channel.wait(step, forward_calls))
+            return (buffer.receive(received, own=buffer.arrived),)
+
+        return PeerLeg(run, channel, [self, calls, forward_calls])
 
 
-def _sent(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, step: Step, stay: bool) -> ArrivedTokens:
-    """Send tokens to the ranks of their experts, and receive those of others, which may ``stay`` in the buffer.
+class PeerLeg(NamedTuple):
+    """A leg whose operators all run on one stream.
+
+    Attributes:
+        run: enqueues the operators.
+        channel: of the exchange.
+        memory: objects that the operators use; ``run`` may append others.
+    """
+
+    run: Callable[..., Tensors]
+    channel: TokenChannel | RowChannel
+    memory: list[Any]
+
+    def start(self, *values: Tensor) -> End:
+        given = [dense(each) for each in values]  # copies that an operator made would be freed on its return
+        return self.channel.begin(lambda _: self.run(*given), given, self.memory)
+
+
+class _Planned(NamedTuple):
+    """The plan of a dispatch over ranks, whose records are at the ranks of the experts."""
+
+    slot: TokenSlot
+    token_rows: Tensor
+    dropped: Tensor
+    routed: Tensor
+    row_to_token: list[Tensor]
+
+
+class _DispatchLeg(NamedTuple):
+    """The leg that sends tokens to the ranks of their experts, and receives those of others.
 
     Ids and probabilities arrive first, and are routed during the transfer of the tokens. The choice of fetched rows
     depends on the call, never on gradients, since both ranks of a pair write to the same region.
+
+    Attributes:
+        channel: of the tokens.
+        ids: [T, K].
+        step: the dispatch.
+        stay: whether received tokens may stay in the buffer.
+        found: contains the rest of what arrives, once the operators are enqueued.
     """
-    slot, sizes = channel.slot(), (channel.experts_per_rank, channel.rows_per_rank)
-    is_float8, ue8m0 = channel.float8 is not None, channel.float8 == _checks.UE8M0
-    token_rows, dropped, routed, *row_to_token = direct(
-        "rank_plan", ids, probs, slot.beside_of_peers, *sizes, channel.capacity, is_float8
-    )
-    try:
-        arrivals = channel.arrivals(slot.beside, step)
-        if is_float8:
-            (scales,) = direct("rank_quantize", x, token_rows, *row_to_token, slot.codes_of_peers, ue8m0, AMAX_MIN)
-            direct("rank_put", scales, slot.scales_of_peers, channel.rows_per_rank)
-        elif step.call.copies:
-            tokens = slot.rows.send(x, token_rows, OwnRows.TO_NEW_MEMORY, leaves_room=True)
-        else:
-            tokens = slot.rows.send(x, token_rows, OwnRows.TO_BUFFER, fetched=0, leaves_room=True)
-        direct("rank_join", channel.state, False)
-        channel.wait(step)
-        if is_float8:
-            (scales,) = direct("rank_take", slot.scales, channel.rows_per_rank, channel.scale_columns, ue8m0)
-            (tokens,) = direct("dequantize_1x128", slot.codes, scales, False, x.dtype.value)
-        elif step.call.copies:
-            tokens = slot.rows.receive(arrivals.rows, to=tokens)
-        elif not stay:
-            tokens = slot.rows.receive(arrivals.rows, own=tokens, fetched=0)
-    finally:
-        direct("rank_join", channel.state, True)
-    trip = _Trip(channel, step.call, ids, token_rows, arrivals.rows, arrivals.calls)
-    return ArrivedTokens(tokens, arrivals.plan, arrivals.probs, dropped, routed, trip)
+
+    channel: TokenChannel
+    ids: Tensor
+    step: Step
+    stay: bool
+    found: list[ArrivedTokens]
+
+    def run(self, x: Tensor, probs: Tensor) -> Tensors:
+        return self._move(x, self._plan(probs), [])
+
+    def start(self, x: Tensor, probs: Tensor) -> End:
+        x, planned = dense(x), self._plan(probs)  # which frees temporary memory, so it runs on the current stream
+        return self.channel.begin(lambda used: self._move(x, planned, used), x, planned)
+
+    def _plan(self, probs: Tensor) -> _Planned:
+        channel = self.channel
+        slot, sizes = channel.slot(), (channel.experts_per_rank, channel.rows_per_rank, channel.capacity)
+        given = self.ids, probs, slot.beside_of_peers
+        token_rows, dropped, routed, *row_to_token = direct("rank_plan", *given, *sizes, channel.float8 is not None)
+        return _Planned(slot, token_rows, dropped, routed, row_to_token)
+
+    def _move(self, x: Tensor, planned: _Planned, used: list[Any]) -> Tensors:
+        """Enqueue the operators after the plan, and append objects that they use to a list."""
+        channel, (slot, token_rows, dropped, routed, row_to_token) = self.channel, planned
+        step, ue8m0 = self.step, channel.float8 == _checks.UE8M0
+        try:
+            arrivals = channel.arrivals(slot.beside, step)
+            used.append(arrivals)
+            if channel.float8 is not None:
+                (scales,) = direct("rank_quantize", x, token_rows, *row_to_token, slot.codes_of_peers, ue8m0, AMAX_MIN)
+                direct("rank_put", scales, slot.scales_of_peers, channel.rows_per_rank)
+                used.append(scales)
+            elif step.call.copies:
+                tokens = slot.rows.send(x, token_rows, OwnRows.TO_NEW_MEMORY, leaves_room=True)
+            else:
+                tokens = slot.rows.send(x, token_rows, OwnRows.TO_BUFFER, fetched=0, leaves_room=True)
+            direct("rank_join", channel.state, False)
+            used.append(channel.wait(step))
+            if channel.float8 is not None:
+                (scales,) = direct("rank_take", slot.scales, channel.rows_per_rank, channel.scale_columns, ue8m0)
+                used.append(scales)
+                (tokens,) = direct("dequantize_1x128", slot.codes, scales, False, x.dtype.value)
+            elif step.call.copies:
+                tokens = slot.rows.receive(arrivals.rows, to=tokens)
+            elif not self.stay:
+                tokens = slot.rows.receive(arrivals.rows, own=tokens, fetched=0)
+        finally:
+            direct("rank_join", channel.state, True)
+        trip = _Trip(channel, step.call, self.ids, token_rows, arrivals.rows, arrivals.calls)
+        self.found.append(ArrivedTokens(arrivals.plan, dropped, routed, trip))
+        return tokens, arrivals.probs
 
 
-def _exchanged(x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, step: Step) -> ArrivedTokens:
-    """`_sent` for few tokens."""
-    slot, sizes = channel.slot(), (channel.experts_per_rank, channel.capacity)
-    beside = slot.beside, slot.beside_of_peers
-    calls, *made = channel.exchange("rank_dispatch", step, (x, ids, probs), slot.rows, beside, *sizes)
-    tokens, their_ids, their_probs, rows, token_rows, dropped, routed, *maps = made
-    plan = plan_of(maps, their_ids.shape[0], channel.topk, channel.experts_per_rank)
-    trip = _Trip(channel, step.call, ids, token_rows, rows, calls)
-    return ArrivedTokens(tokens, plan, their_probs, dropped, routed, trip)
+def _few_tokens_leg(channel: TokenChannel, ids: Tensor, step: Step, found: list[ArrivedTokens]) -> AtOnce:
+    """Return the leg of `_DispatchLeg` for few tokens: one operator, which frees temporary memory."""
 
-
-class _Dispatch(Call):
-    """A call that sends tokens and probabilities; with one node, all ranks send the gradients in one order."""
-
-    function = DISPATCH
-
-    def __init__(self, x: Tensor, ids: Tensor, probs: Tensor, channel: TokenChannel, step: Step) -> None:
-        super().__init__(None, x, probs)
-        self.watch(ids)
-        self.given: Tensors = (x, ids, probs)
-        self.channel, self.step = channel, step
-        self.stay = not paddle.is_grad_enabled()  # otherwise the experts' backward pass may read them
-        self.arrived: Any = None
-
-    def run(self) -> Tensors:
-        (x, ids, probs), self.given = self.given, ()
-        if self.channel.is_few:
-            self.arrived = _exchanged(x, ids, probs, self.channel, self.step)
-        else:
-            self.arrived = _sent(x, ids, probs, self.channel, self.step, self.stay)
-        tokens, their_probs = self.arrived.tokens, self.arrived.probs
-        self.arrived = self.arrived._replace(tokens=None, probs=None)  # connect returns these
+    def run(x: Tensor, probs: Tensor) -> Tensors:
+        slot, sizes = channel.slot(), (channel.experts_per_rank, channel.capacity)
+        beside = slot.beside, slot.beside_of_peers
+        calls, *made = channel.exchange("rank_dispatch", step, (x, ids, probs), slot.rows, beside, *sizes)
+        tokens, their_ids, their_probs, rows, token_rows, dropped, routed, *maps = made
+        plan = plan_of(maps, their_ids.shape[0], channel.topk, channel.experts_per_rank)
+        found.append(ArrivedTokens(plan, dropped, routed, _Trip(channel, step.call, ids, token_rows, rows, calls)))
         return tokens, their_probs
 
-    def differentiate(self, *gradients: Tensor) -> Gradients:
-        d_tokens, d_probs = gradients
-        step = backward_step(self.step.call, Kind.DISPATCH_BACKWARD)
-        channel, slot, trip = self.channel, self.channel.slot(), self.arrived.trip
-        slot.rows.send(d_tokens, trip.arrived, OwnRows.STAY)
-        direct("rank_put", d_probs, slot.beside_of_peers, channel.lines)
-        channel.wait(step, trip.calls)
-        d_x = slot.rows.receive(trip.token_rows, own=d_tokens, own_rows=channel.lines)
-        sizes = channel.experts_per_rank, channel.rows_per_rank
-        (made,) = direct("rank_get", slot.beside, trip.ids, trip.token_rows, channel.state, *sizes)
-        return first_order_only(self, (d_x, made), *gradients)
+    return AtOnce(run)
 
 
 class Peers:
@@ -202,22 +238,42 @@ class Peers:
         self._capacity, self._experts = capacity, experts_per_rank
         self._float8, self._timeout = float8, timeout
 
-    def dispatch(self, x: Tensor, ids: Tensor, probs: Tensor, step: Step) -> ArrivedTokens:
-        """Send tokens to the ranks of their experts; differentiable in x and probs.
+    def dispatch(self, x: Tensor, ids: Tensor, step: Step) -> tuple[Exchange, Callable[[], ArrivedTokens]]:
+        """Return the exchange of tokens and probabilities, and the function that returns the rest of what arrives.
 
         Args:
             x: [T, d].
             ids: [T, K], -1 for slots that do not count.
-            probs: float32 [T, K].
             step: the dispatch.
         """
-        call = _Dispatch(x, ids, probs, self._tokens(x, ids, step), step)
-        tokens, their_probs = connect(call, x, probs)
-        arrived: ArrivedTokens = call.arrived
-        return arrived._replace(tokens=tokens, probs=their_probs)
+        channel, found = self._tokens(x, ids, step), list[ArrivedTokens]()
+        stay = not paddle.is_grad_enabled()  # otherwise the experts' backward pass may read them
 
-    def dispatch_rows(self, x: Tensor, ids: Tensor, probs: Tensor, plan: Plan, step: Step) -> ArrivedRows:
-        """Send tokens to the ranks of their experts, which permute them to rows; differentiable in x.
+        def back() -> PeerLeg:
+            back_step, trip = backward_step(step.call, Kind.DISPATCH_BACKWARD), found[0].trip
+            used: list[Any] = [trip]
+
+            def run(d_tokens: Tensor, d_probs: Tensor) -> Tensors:
+                slot = channel.slot()
+                slot.rows.send(d_tokens, trip.arrived, OwnRows.STAY)
+                direct("rank_put", d_probs, slot.beside_of_peers, channel.lines)
+                used.append(channel.wait(back_step, trip.calls))
+                d_x = slot.rows.receive(trip.token_rows, own=d_tokens, own_rows=channel.lines)
+                sizes = channel.experts_per_rank, channel.rows_per_rank
+                (made,) = direct("rank_get", slot.beside, trip.ids, trip.token_rows, channel.state, *sizes)
+                return d_x, made
+
+            return PeerLeg(run, channel, used)
+
+        there: Leg = _DispatchLeg(channel, ids, step, stay, found)
+        if channel.is_few:
+            there = _few_tokens_leg(channel, ids, step, found)
+        return Exchange(DISPATCH, there, back, is_linear=False, read=(ids,)), lambda: found[0]
+
+    def dispatch_rows(
+        self, x: Tensor, ids: Tensor, probs: Tensor, plan: Plan, step: Step
+    ) -> tuple[Exchange, Callable[[], ArrivedRows]]:
+        """Return the exchange of tokens for rows of experts, and the function that returns the rest of what arrives.
 
         The backward pass sends every row's gradient, so that a token's gradient is one sum over its rows.
 
@@ -228,73 +284,35 @@ class Peers:
             plan: of the T tokens over all experts.
             step: the dispatch.
         """
-        found: list[ArrivedRows] = []
+        channel, found = self._tokens(x, ids, step), list[ArrivedRows]()
+        if channel.rows is None:
+            channel.rows = RowChannel(channel, like_of(x), step)
+        buffers, leg = channel.rows, _DispatchLeg(channel, ids, step, True, [])
 
-        def there(x: Tensor) -> Tensor:
-            channel = self._tokens(x, ids, step)
-            sent = _sent(x, ids, probs, channel, step, stay=True)
-            local = sent.plan
-            rows = resolve("permute", x).permute(sent.tokens, None, local, "all")[0]
-            found.append(ArrivedRows(rows, local, sent.dropped, self._row_trip(x, plan, local, sent.trip, step)))
-            return rows
+        def permuted(tokens: Tensor, _: Tensor) -> Tensors:
+            sent = leg.found[0]
+            rows = resolve("permute", tokens).permute(tokens, None, sent.plan, "all")[0]
+            found.append(ArrivedRows(sent.plan, sent.dropped, self._row_trip(buffers, plan, sent.plan, sent.trip)))
+            return (rows,)
 
-        def back(gradient: Tensor) -> Tensor:
-            trip = found[0].trip
-            back_step = backward_step(step.call, Kind.DISPATCH_BACKWARD)
-            rows, _ = trip.exchanged(gradient, back_step, trip.calls, to_owners=True)
-            return resolve("unpermute", rows).unpermute(rows, None, plan)
+        def back() -> Then:
+            back_step, trip = backward_step(step.call, Kind.DISPATCH_BACKWARD), found[0].trip
+            return Then(trip.leg(back_step, [], trip.calls, to_owners=True), summed)
 
-        rows = linear(DISPATCH, None, x, there, back)
-        return found[0]._replace(rows=rows)
+        def summed(rows: Tensor) -> Tensors:
+            return (resolve("unpermute", rows).unpermute(rows, None, plan),)
 
-    def combine(self, out: Tensor, trip: _Trip) -> Tensor:
-        """Return the sums of each token's rows of all ranks; differentiable.
+        return Exchange(DISPATCH, Then(leg, permuted, (probs,)), back), lambda: found[0]
 
-        Args:
-            out: [R, d] in the order of the received tokens.
-            trip: from `dispatch`.
-        """
-
-        step, calls, channel = combine_step(trip.call, out), [], trip.channel
-
-        def there(out: Tensor) -> Tensor:
-            rows = channel.slot().rows
-            if channel.is_few:
-                of_ranks, sums = channel.exchange("rank_combine", step, (out, trip.arrived, trip.token_rows), rows, ())
-                calls.append(of_ranks)
-                return sums
-            rows.send(out, trip.arrived, OwnRows.STAY)
-            calls.append(channel.wait(step))
-            return rows.receive(trip.token_rows, own=out)
-
-        def back(gradient: Tensor) -> Tensor:
-            back_step = backward_step(step.call, Kind.COMBINE_BACKWARD)
-            rows = channel.slot().rows
-            tokens = rows.send(gradient, trip.token_rows, OwnRows.TO_NEW_MEMORY, own_rows=channel.lines)
-            channel.wait(back_step, calls[0])
-            return rows.receive(trip.arrived, to=tokens)
-
-        return linear(_COMBINE, None, out, there, back)
-
-    def combine_rows(self, out: Tensor, trip: _RowTrip) -> Tensor:
-        """Send rows of experts to the owners of their tokens; returns them in the owner's order; differentiable.
+    def combine(self, out: Tensor, trip: _Trip | _RowTrip) -> Exchange:
+        """Return the exchange of rows in combine.
 
         Args:
-            out: [N, d] in the order of the local plan.
-            trip: from `dispatch_rows`.
+            out: from `dispatch` [R, d], in the order of the received tokens, for the sums of each token's rows. From
+                `dispatch_rows` [N, d], in the order of the local plan, for the rows in the owner's order.
+            trip: from either.
         """
-        step, calls = combine_step(trip.call, out), []
-
-        def there(out: Tensor) -> Tensor:
-            rows, of_ranks = trip.exchanged(out, step, to_owners=True)
-            calls.append(of_ranks)
-            return rows
-
-        def back(gradient: Tensor) -> Tensor:
-            back_step = backward_step(step.call, Kind.COMBINE_BACKWARD)
-            return trip.exchanged(gradient, back_step, calls[0], to_owners=False)[0]
-
-        return linear(_COMBINE, None, out, there, back)
+        return _combine_rows(out, trip) if isinstance(trip, _RowTrip) else _combine(out, trip)
 
     def _tokens(self, x: Tensor, ids: Tensor, step: Step) -> TokenChannel:
         """Return the buffers for tokens, which layers of one kind share; all ranks allocate them together."""
@@ -311,11 +329,48 @@ class Peers:
         key = Barrier, str(x.place)
         return self._buffers.find(key) or self._buffers.keep(key, Barrier(self._group, like_of(x)))
 
-    def _row_trip(self, x: Tensor, plan: Plan, local: Plan, trip: _Trip, step: Step) -> _RowTrip:
-        tokens = trip.channel
-        if tokens.rows is None:
-            tokens.rows = RowChannel(tokens, like_of(x), step)
-        sizes = self._group.nranks, self._experts, tokens.rows_per_rank
+    def _row_trip(self, buffers: RowChannel, plan: Plan, local: Plan, trip: _Trip) -> _RowTrip:
+        sizes = self._group.nranks, self._experts, trip.channel.rows_per_rank
         (own_to_buffer,) = direct("rank_rows", trip.ids, trip.token_rows, plan.row_to_slot, *sizes)
         places = own_to_buffer, local.row_to_slot.reshape([-1, 1])
-        return _RowTrip(tokens.rows, trip.call, *places, trip.calls)
+        return _RowTrip(buffers, trip.call, *places, trip.calls)
+
+
+def _combine(out: Tensor, trip: _Trip) -> Exchange:
+    """Return the exchange of rows for the sums of each token's rows."""
+    step, channel, calls = combine_step(trip.call, out), trip.channel, list[Tensor]()
+
+    def run(out: Tensor) -> Tensors:
+        rows = channel.slot().rows
+        if channel.is_few:
+            of_ranks, sums = channel.exchange("rank_combine", step, (out, trip.arrived, trip.token_rows), rows, ())
+            calls.append(of_ranks)
+            return (sums,)
+        rows.send(out, trip.arrived, OwnRows.STAY)
+        calls.append(channel.wait(step))
+        return (rows.receive(trip.token_rows, own=out),)
+
+    def back() -> PeerLeg:
+        back_step = backward_step(step.call, Kind.COMBINE_BACKWARD)
+        used: list[Any] = [trip, calls]
+
+        def run(gradient: Tensor) -> Tensors:
+            rows = channel.slot().rows
+            tokens = rows.send(gradient, trip.token_rows, OwnRows.TO_NEW_MEMORY, own_rows=channel.lines)
+            used.append(channel.wait(back_step, calls[0]))
+            return (rows.receive(trip.arrived, to=tokens),)
+
+        return PeerLeg(run, channel, used)
+
+    return Exchange(_COMBINE, PeerLeg(run, channel, [trip, calls]), back)
+
+
+def _combine_rows(out: Tensor, trip: _RowTrip) -> Exchange:
+    """Return the exchange of rows for those in the owner's order."""
+    step, calls = combine_step(trip.call, out), list[Tensor]()
+
+    def back() -> PeerLeg:
+        back_step = backward_step(step.call, Kind.COMBINE_BACKWARD)
+        return trip.leg(back_step, [], calls[0], to_owners=False)
+
+    return Exchange(_COMBINE, trip.leg(step, calls, to_owners=True), back)

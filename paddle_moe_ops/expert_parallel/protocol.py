@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import paddle
@@ -22,6 +22,7 @@ __all__ = [
     "TokenTransport",
     "Transport",
     "connected",
+    "overlaps",
     "transport_option",
 ]
 
@@ -106,6 +107,24 @@ class LineTransport(Transport, abc.ABC):
             RuntimeError: a rank did not answer.
         """
 
+    def start_exchange(
+        self, lines: Tensor, sent: Sequence[int], received: Sequence[int], step: Any
+    ) -> Callable[[], Tensor]:
+        """Begin an exchange for ``async_op=True``; by default it runs `exchange`, and nothing overlaps.
+
+        Args:
+            lines: as in `exchange`; it does not change until the end.
+            sent: as in `exchange`.
+            received: as in `exchange`.
+            step: as in `exchange`.
+
+        Returns:
+            a function, called at most once: it lets the current stream wait for the exchange, and returns the result of
+            `exchange`. If it is deleted without a call, the exchange still ends before its memory is used again.
+        """
+        arrived = self.exchange(lines, sent, received, step)
+        return lambda: arrived
+
     def exchange_numbers(self, numbers: Tensor, step: Any) -> Tensor:
         """Send each rank its line, and receive those for this rank; by default with `exchange`.
 
@@ -150,8 +169,8 @@ class DispatchedTokens(NamedTuple):
 class TokenTransport(Transport, abc.ABC):
     """A transport that sends tokens to the ranks of their experts, and adds up what these return.
 
-    It serves ``combine="reduced"`` without ``payload`` and ``tokens_per_rank``. `DeepEP` is one; libraries with a
-    dispatch and a combine fit. The package compares neither calls nor gradient modes of ranks: all ranks run the same
+    It serves ``combine="reduced"`` without ``payload`` and ``tokens_per_rank``. `DeepEP` and `HybridEP` are such;
+    libraries with a dispatch and a combine fit. The package compares neither calls nor gradient modes of ranks: all ranks run the same
     backward passes.
 
     Examples:
@@ -225,14 +244,32 @@ class CheckedLines(LineTransport):
     def exchange(self, lines: Tensor, sent: Sequence[int], received: Sequence[int], step: Any) -> Tensor:
         lines = dense(lines.detach())
         made = self._transport.exchange(lines, sent, received, step)
+        return self._checked("transport.exchange", made, lines, received)
+
+    def start_exchange(
+        self, lines: Tensor, sent: Sequence[int], received: Sequence[int], step: Any
+    ) -> Callable[[], Tensor]:
+        lines = dense(lines.detach())
+        end = self._transport.start_exchange(lines, sent, received, step)
+        if not callable(end):
+            _checks.bad_type(_NAME, "the result of transport.start_exchange", "a function", type(end).__name__)
+        return lambda: self._checked("the function of transport.start_exchange", end(), lines, received)
+
+    def _checked(self, function: str, made: Any, lines: Tensor, received: Sequence[int]) -> Tensor:
         shape = [sum(received), *lines.shape[1:]]
-        _checks.tensor(_NAME, "the result of transport.exchange", made, (lines.dtype,), shape)
-        return made
+        return _checks.tensor(_NAME, f"the result of {function}", made, (lines.dtype,), shape)
 
     def exchange_numbers(self, numbers: Tensor, step: Any) -> Tensor:
         made = self._transport.exchange_numbers(numbers, step)
         _checks.tensor(_NAME, "the result of transport.exchange_numbers", made, (paddle.int32,), numbers.shape)
         return made
+
+
+def overlaps(transport: LineTransport) -> bool:
+    """Return whether exchanges in flight overlap other work, by the transport's own `LineTransport.start_exchange`."""
+    if isinstance(transport, CheckedLines):
+        transport = transport._transport
+    return getattr(type(transport), "start_exchange", None) is not LineTransport.start_exchange
 
 
 def connected(transport: LineTransport | TokenTransport, group: Group, num_experts: int) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from paddle import Tensor
 
+from ..backends import resolve
 from ..routing import Plan
 from .agreement import LayerCall
 from .alltoall import Chunks, Counts
@@ -63,6 +64,10 @@ class WayBack:
     weights: Tensor | None  # by row of the plan, a copy: the caller may overwrite the originals
     call: LayerCall
 
+    def sums(self, rows: Tensor) -> Tensor:
+        """Return the sums of each token's rows; differentiable."""
+        return resolve("unpermute", rows).unpermute(rows, self.weights, self.plan)
+
 
 @dataclass(frozen=True, eq=False)
 class WayBackToPeers:
@@ -73,3 +78,7 @@ class WayBackToPeers:
     num_lines: int  # received tokens or rows, or their maximum
     plan: Plan | None  # of the rows that return, with combine="exact"
     weights: Tensor | None  # by row of the plan
+
+    def sums(self, rows: Tensor) -> Tensor:
+        """Return the sums of each token's rows, which arrive as sums without a plan; differentiable."""
+        return rows if self.plan is None else resolve("unpermute", rows).unpermute(rows, self.weights, self.plan)

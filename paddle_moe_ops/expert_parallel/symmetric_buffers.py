@@ -12,7 +12,7 @@ import enum
 import math
 import uuid
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,8 @@ from .._graphs import filled
 from ..backends import direct
 from ..backends.base import Tensors
 from .agreement import CALL_WORDS, Kind, Step, agree, check_calls, raise_for_modes
+from .exchanges import End
+from .streams import SideStream
 from .symmetric_memory import BufferShape, allocate, granularity
 
 __all__ = ["Barrier", "GroupBuffers", "OwnRows", "RowBuffer", "buffers_of"]
@@ -207,6 +209,7 @@ class Barrier:
         self._places = *flags, self.state, report
         self._exchange = 0
         self._lent: list[weakref.ref[Tensor]] = []
+        self._side = None if like.place.is_cpu_place() else SideStream(like.place)
 
     def lend(self, view: Tensor) -> None:
         """Let backward passes raise if they read a view of a buffer after the next exchange has begun.
@@ -216,15 +219,29 @@ class Barrier:
         self._lent.append(weakref.ref(view))
 
     def next(self) -> int:
-        """Begin an exchange, and return the index of its buffer in a pair."""
+        """Begin an exchange after those in flight, and return the index of its buffer in a pair."""
         if self._report[0]:
             self._raise()
+        if self._side is not None:
+            self._side.join()
         self._exchange += 1
         for each in self._lent:
             view = each()
             if view is not None:
                 view._bump_inplace_version()
         return self._exchange % 2
+
+    def begin(self, work: Callable[[list[Any]], Tensors], *memory: Any) -> End:
+        """Begin the work of an exchange on the side stream; on a CPU it is over when this returns.
+
+        Args:
+            work: see `SideStream.begin`.
+            memory: objects that the work uses.
+        """
+        if self._side is None:
+            made = work([])
+            return lambda: made
+        return self._side.begin(work, *memory)
 
     def wait(self, step: Step, forward_calls: Tensor | None = None, *, timeout: float) -> Tensor:
         """Let later work wait until all ranks have arrived.
@@ -260,6 +277,8 @@ class Barrier:
 
     def meet(self, step: Step, timeout: float) -> None:
         """Wait for all ranks on the host, before they allocate buffers together."""
+        if self._side is not None:
+            self._side.join()
         self.wait(step, timeout=timeout)
         self.state.tolist()
         if self._report[0]:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import paddle
@@ -11,11 +12,11 @@ from paddle import Tensor
 
 from .. import _checks
 from .._graphs import beside, dense, filled
-from ..backends.autograd import Call, Gradients, connect, first_order_only, linear
 from ..backends.base import Tensors
 from ..routing import Plan
 from .agreement import Step
 from .alltoall import local_plan
+from .exchanges import AtOnce, Exchange
 from .protocol import DispatchedTokens, TokenTransport
 
 __all__ = ["TokenExchange"]
@@ -25,21 +26,17 @@ _DISPATCH, _COMBINE = f"{_NAME}.dispatch", f"{_NAME}.combine"
 
 
 class ArrivedTokens(NamedTuple):
-    """The R tokens that a rank received.
+    """The R tokens that a rank received, apart from the tokens and probabilities themselves.
 
     Attributes:
-        tokens: [R, d].
         plan: the local plan of the R tokens.
-        probs: float32 [R, J].
         dropped: 0-D int32, zero.
         trip: the argument of `TokenExchange.combine`.
     """
 
-    tokens: Tensor
     plan: Plan
-    probs: Tensor
     dropped: Tensor
-    trip: _Trip
+    trip: Any  # a `_Trip`
 
 
 class _Trip(NamedTuple):
@@ -77,37 +74,18 @@ class _Trip(NamedTuple):
         return sums, _checked(f"{name}, [1],", made[1], paddle.float32, [self.sent, topk])
 
 
+def _check_dispatched(made: Any, sent: Tensor) -> None:
+    """Check the result of `TokenTransport.dispatch`."""
+    name = "of the result of transport.dispatch"
+    _checks.instance(_NAME, name.removeprefix("of "), made, DispatchedTokens, "DispatchedTokens")
+    _checks.tensor(_NAME, f"tokens {name}", made.tokens, (sent.dtype,), ["received", sent.shape[1]])
+    received = made.tokens.shape[0]
+    _checks.tensor(_NAME, f"ids {name}", made.ids, _checks.ID_DTYPES, [received, "columns"])
+    _checks.tensor(_NAME, f"probs {name}", made.probs, (paddle.float32,), made.ids.shape)
+
+
 def _checked(name: str, made: Any, dtype: Any, shape: list[int]) -> Tensor:
     return _checks.tensor(_NAME, name, made, (dtype,), shape)
-
-
-class _Dispatch(Call):
-    """A call that sends tokens and probabilities; with one node, all ranks send the gradients in one order."""
-
-    function = _DISPATCH
-
-    def __init__(self, x: Tensor, ids: Tensor, probs: Tensor, transport: TokenTransport) -> None:
-        super().__init__(None, x, probs)
-        self.given: Tensors = (dense(x.detach()), dense(ids.astype("int64")), dense(probs.detach()))
-        self.transport, self.ids, self.topk = transport, ids, ids.shape[1]
-        self.trip = _Trip(transport, None, x.shape[0], 0)
-
-    def run(self) -> Tensors:
-        made = self.transport.dispatch(*self.given)
-        (tokens, _, _), self.given = self.given, ()
-        name = "of the result of transport.dispatch"
-        _checks.instance(_NAME, name.removeprefix("of "), made, DispatchedTokens, "DispatchedTokens")
-        _checks.tensor(_NAME, f"tokens {name}", made.tokens, (tokens.dtype,), ["received", tokens.shape[1]])
-        received = made.tokens.shape[0]
-        _checks.tensor(_NAME, f"ids {name}", made.ids, _checks.ID_DTYPES, [received, "columns"])
-        _checks.tensor(_NAME, f"probs {name}", made.probs, (paddle.float32,), made.ids.shape)
-        self.ids = made.ids.astype("int32")
-        self.trip = self.trip._replace(handle=made.handle, received=received)
-        return made.tokens, made.probs
-
-    def differentiate(self, *gradients: Tensor) -> Gradients:
-        rows, probs = gradients
-        return first_order_only(self, self.trip.back_with_probs(rows, probs, self.topk), rows, probs)
 
 
 class TokenExchange:
@@ -121,27 +99,42 @@ class TokenExchange:
     def __init__(self, transport: TokenTransport, slots_per_rank: int) -> None:
         self._transport, self._slots = transport, slots_per_rank
 
-    def dispatch(self, x: Tensor, ids: Tensor, probs: Tensor, step: Step) -> ArrivedTokens:
-        """Send tokens to the ranks of their experts; differentiable in x and probs.
+    def dispatch(self, x: Tensor, ids: Tensor, step: Step) -> tuple[Exchange, Callable[[], ArrivedTokens]]:
+        """Return the exchange of tokens and probabilities, and the function that returns the rest of what arrives.
 
         Args:
             x: [T, d].
             ids: [T, K], slots of experts, -1 for slots that do not count.
-            probs: float32 [T, K].
             step: unused: these transports exchange no calls.
         """
         self._transport.check(_DISPATCH, "x", x)
-        call = _Dispatch(x, ids, probs, self._transport)
-        tokens, their_probs = connect(call, x, probs)
-        plan = local_plan(beside(call.ids, x), self._slots)
-        return ArrivedTokens(tokens, plan, their_probs, filled([], 0, "int32", like=x), call.trip)
+        sent_ids, topk, transport, found = dense(ids.astype("int64")), ids.shape[1], self._transport, []
 
-    def combine(self, out: Tensor, trip: _Trip) -> Tensor:
-        """Return the sums of each token's rows of all ranks; differentiable.
+        def there(tokens: Tensor, probs: Tensor) -> Tensors:
+            made = transport.dispatch(dense(tokens.detach()), sent_ids, dense(probs.detach()))
+            _check_dispatched(made, tokens)
+            found.append(
+                (made.ids.astype("int32"), _Trip(transport, made.handle, tokens.shape[0], made.tokens.shape[0]))
+            )
+            return made.tokens, made.probs
+
+        def back(rows: Tensor, probs: Tensor) -> Tensors:
+            return found[0][1].back_with_probs(rows, probs, topk)
+
+        def arrived() -> ArrivedTokens:
+            local_ids, trip = found[0]
+            plan = local_plan(beside(local_ids, x), self._slots)
+            return ArrivedTokens(plan, filled([], 0, "int32", like=x), trip)
+
+        return Exchange(_DISPATCH, AtOnce(there), lambda: AtOnce(back), is_linear=False), arrived
+
+    def combine(self, out: Tensor, trip: _Trip) -> Exchange:
+        """Return the exchange of rows [R, d], in the order of the received tokens, for the sums of each token's rows.
 
         Args:
-            out: [R, d] in the order of the received tokens.
+            out: the rows.
             trip: from `dispatch`.
         """
         self._transport.check(_COMBINE, "out", out)
-        return linear(_COMBINE, None, out, trip.back, trip.there)
+        there, back = AtOnce(lambda rows: (trip.back(rows),)), AtOnce(lambda rows: (trip.there(rows),))
+        return Exchange(_COMBINE, there, lambda: back)

@@ -11,6 +11,7 @@ the store of `paddle.distributed`, so a rank whose time is up can name the absen
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
@@ -27,6 +28,7 @@ from .._graphs import context_manager, dense, filled
 from ..backends import compiled_backend, direct, resolve
 from .agreement import Step, is_gloo
 from .protocol import LineTransport
+from .streams import InFlight
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
@@ -307,11 +309,33 @@ class AllToAll(LineTransport):
         self._group, self._rendezvous = group, Rendezvous(group, timeout)
 
     def exchange(self, lines: Tensor, sent: Sequence[int], received: Sequence[int], step: Step) -> Tensor:
+        return self._begin(lines, sent, received, step, sync_op=True)[1]()
+
+    def start_exchange(
+        self, lines: Tensor, sent: Sequence[int], received: Sequence[int], step: Step
+    ) -> Callable[[], Tensor]:
+        task, finish, travelling = self._begin(lines, sent, received, step, sync_op=False)
+        return finish if task is None else InFlight(functools.partial(self._wait, task), finish, travelling)
+
+    def _wait(self, task: Any) -> None:
+        with self._rendezvous.naming_ranks(_NAME):
+            task.wait()
+
+    def _begin(
+        self, lines: Tensor, sent: Sequence[int], received: Sequence[int], step: Step, *, sync_op: bool
+    ) -> tuple[Any, Callable[[], Tensor], Tensor]:
+        """Enqueue an exchange on the communicator's stream.
+
+        Returns:
+            the task to wait for, None if nothing travels; the function that then returns the received lines; the memory
+            of the sent ones.
+        """
         payload, lines, rank = lines, _as_bytes(lines), self._group.rank
         codes = self._codes_of(step)
         width = lines.shape[1]
         if width == 0:
-            return _from_bytes(filled([sum(received), 0], 0, lines.dtype, like=lines), payload)
+            empty = _from_bytes(filled([sum(received), 0], 0, lines.dtype, like=lines), payload)
+            return None, lambda: empty, lines
         # Custom devices have no empty tensors. If nothing is sent or received, this rank sends a line to itself.
         spare = int(sum(sent) == 0 or sum(received) == 0)
         sent, received = list(sent), list(received)
@@ -321,15 +345,20 @@ class AllToAll(LineTransport):
             sent[rank], received[rank] = sent[rank] + 1, received[rank] + 1
         out = paddle.zeros([sum(received), width], lines.dtype)
         with self._rendezvous.naming_ranks(_NAME):
-            paddle.distributed.alltoall_single(
-                out, lines, in_split_sizes=sent, out_split_sizes=received, group=self._group
+            task = paddle.distributed.alltoall_single(
+                out, lines, in_split_sizes=sent, out_split_sizes=received, group=self._group, sync_op=sync_op
             )
-        if spare:
-            before = sum(received[:rank])
-            parts = [each for each in (out[:before], out[before + 1 :]) if each.shape[0]]
-            out = paddle.concat(parts) if parts else filled([0, width], 0, out.dtype, like=out)
-        arrived = _from_bytes(out, payload)
-        return arrived if codes is None else _spoiled(arrived, codes, step.code())
+
+        def finish() -> Tensor:
+            made = out
+            if spare:
+                before = sum(received[:rank])
+                parts = [each for each in (out[:before], out[before + 1 :]) if each.shape[0]]
+                made = paddle.concat(parts) if parts else filled([0, width], 0, out.dtype, like=out)
+            arrived = _from_bytes(made, payload)
+            return arrived if codes is None else _spoiled(arrived, codes, step.code())
+
+        return task, finish, lines
 
     def _codes_of(self, step: Step) -> Tensor | None:
         """The codes of all ranks, on the device; None if the host knows that they are equal."""

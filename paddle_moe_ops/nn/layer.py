@@ -33,6 +33,7 @@ from ..backends.quantized import FLOAT8_FORMAT
 from ..expert_parallel.agreement import group_of, raising_together
 from ..expert_parallel.alltoall import check_travel
 from ..expert_parallel.dispatch import ExpertParallel, parallel_of_agreed, telling_of_errors
+from ..expert_parallel.exchanges import forked
 from ..expert_parallel.parameters import mark_expert_parameters, start_as_one
 from ..expert_parallel.placement import placement_of
 from ..expert_parallel.protocol import transport_option
@@ -273,6 +274,7 @@ class MoELayer(nn.Layer):
             plan = _plan(tokens, ids, kept, self.router.num_experts, self.router.capacity_factor)
             out = self.experts(tokens, plan=plan, probs=probs, combine=True, is_first_microbatch=is_first_microbatch)
             load, dropped = plan.routed_per_expert, plan.overflow
+            shared = None if self.shared is None else self.shared(tokens)
         else:
             with telling_of_errors(self.parallel):
                 tokens, kept, ids, probs, scores, logits = self._routed(x, mask)
@@ -281,8 +283,7 @@ class MoELayer(nn.Layer):
                 count = int(kept.sum())
             capacity = capacity_of(count, ids.shape[1], self.router.num_experts, self.router.capacity_factor)
             given = tokens, ids, probs, capacity, is_first_microbatch
-            out, load, dropped = _over_ranks(self.parallel, self.experts, *given)
-        shared = None if self.shared is None else self.shared(tokens)
+            out, shared, load, dropped = _over_ranks(self.parallel, self.experts, self.shared, *given)
         if self._load_count is not None:
             self._load_count.count(load, logits, self.training)
         last = load, dropped, scores, logits, kept
@@ -422,13 +423,22 @@ def _mask(mask: Tensor, x: Tensor) -> Tensor:
 def _over_ranks(
     parallel: ExpertParallel,
     experts: SwiGLUExperts,
+    shared: nn.Layer | None,
     tokens: Tensor,
     ids: Tensor,
     probs: Tensor,
     capacity: int | None,
     is_first_microbatch: bool | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Expert outputs of this rank's tokens over all ranks, the experts' load and the number of dropped slots."""
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Outputs of experts over all ranks and of shared ones, the experts' load and the number of dropped slots.
+
+    In both passes the shared experts overlap the exchange of combine, if the transport has a stream of its own. With
+    "exact" they don't: the three gradients of the tokens would be added in another order.
+    """
+    overlaps = shared is not None and parallel.combines == "reduced" and parallel._overlaps(tokens)
+    of_shared = tokens
+    if overlaps:
+        tokens, of_shared = forked(tokens)
     try:
         received = parallel.dispatch(tokens, ids, probs, capacity=capacity)
     except (TypeError, ValueError) as error:
@@ -438,7 +448,14 @@ def _over_ranks(
     else:
         options = {"combine": True, "is_first_microbatch": is_first_microbatch}
         out = experts(received.tokens, plan=received.plan, probs=received.probs, **options)
-    return parallel.combine(out, received), received.routed_per_expert, received.dropped_slots.reshape([])
+    if shared is not None and overlaps:
+        handle = parallel.combine(out, received, async_op=True)
+        out_of_shared = shared(handle.overlapped(of_shared))
+        out = handle.wait()
+    else:
+        out = parallel.combine(out, received)
+        out_of_shared = None if shared is None else shared(of_shared)
+    return out, out_of_shared, received.routed_per_expert, received.dropped_slots.reshape([])
 
 
 @public("tokens")

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.expert_parallel import report
+from benchmarks.expert_parallel.overlap_report import overlap_section, overlapped_us
 from benchmarks.expert_parallel.timeline_report import PICTURE, Recorded, picture, section
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -139,3 +140,38 @@ def test_the_newest_recording_is_drawn_and_without_one_there_is_no_section(tmp_p
     assert "commit newer" in target.read_text()
     assert "commit older" not in target.read_text()
     assert (tmp_path / PICTURE).read_text().startswith("<svg ")
+
+
+def overlap_steps():
+    """An exchange of 100 us in each pass, of which GEMMs cover 60 us forward and nothing backward."""
+    names = [
+        ("forward", "compute", "experts", 0, 50),
+        ("forward", "side", "exchange", 50, 150),
+        ("forward", "compute", "shared", 70, 130),
+        ("backward", "side", "exchange", 160, 260),
+        ("backward", "compute", "experts", 260, 400),
+    ]
+    keys = "pass", "stream", "step", "begin_us", "end_us"
+    return [dict(zip(keys, each, strict=True)) for each in names]
+
+
+def test_the_hidden_part_of_exchanges_is_that_beside_gemms():
+    assert overlapped_us(overlap_steps(), "forward") == (100, 60)
+    assert overlapped_us(overlap_steps(), "backward") == (100, 0)
+
+
+def test_the_page_has_a_row_for_each_case_with_its_times_in_turn_and_in_flight(tmp_path):
+    common = {"shape": "dsv3", **SIZES, "ranks": 2, "what": "overlap", "case": "shared expert"}
+    lines = []
+    for transport, made in (("peer", overlap_steps()), ("alltoall", overlap_steps()[:1])):
+        for in_flight, us in ((False, 500.0), (True, 400.0)):
+            times = {"us": us, "min_us": us - 5, "max_us": us + 10, "steps": made}
+            lines.append({**common, "transport": transport, "in_flight": in_flight, **times})
+    path = tmp_path / "a-expert-parallel-overlap.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in [MACHINE, *lines]))
+    rows = [line.strip("| ").split(" | ") for line in overlap_section(path).splitlines() if line.startswith("| dsv3")]
+    times = ["dsv3", "shared expert", "peer", "500 ±10", "400 ±10", "20 %"]
+    assert rows[0] == [*times, "100, 60 %", "100, 0 %"]
+    assert rows[1] == [*times[:2], "alltoall", *times[3:], "-", "-"]
+    report.main(tmp_path, tmp_path / "page.md")
+    assert "## Exchanges that other work hides" in (tmp_path / "page.md").read_text()

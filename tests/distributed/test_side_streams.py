@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import paddle
 import pytest
@@ -53,3 +55,58 @@ def test_two_groups_on_two_streams_do_not_wait_for_each_other(num_processes):
     for rank, (in_order, made) in enumerate(run(in_another_order_on_each_rank, num_processes)):
         for got, expected in zip(made, in_order, strict=True):
             assert_bits_equal(got, expected, what=f"rank {rank}")
+
+
+def many_in_flight(combine: str, **options: Any) -> tuple[list[NDArray], list[NDArray]]:
+    """Gradients of tokens of micro-batches, without and with exchanges in flight while dense products run."""
+    rank = paddle.distributed.get_rank()
+    rng = np.random.default_rng(rank)
+    ep = ExpertParallel(EXPERTS, combine=combine, timeout=10.0, **options)
+    dense = to_tensor(rng.random((1024, 1024), np.float32))
+    found = []
+    for async_op in (False, True):
+        grads = []
+        for number in range(ROUNDS):
+            rng = np.random.default_rng([rank, number])
+            batches = []
+            for _ in range(2):
+                x, probs = (to_tensor(rng.random((TOKENS, n), np.float32)) for n in (HIDDEN, TOPK))
+                ids = to_tensor(np.argsort(rng.random((TOKENS, EXPERTS)))[:, :TOPK].astype(np.int32))
+                x.stop_gradient = probs.stop_gradient = False
+                batches.append((x, ids, probs))
+            received = [ep.dispatch(*each, async_op=async_op) for each in batches]
+            paddle.matmul(dense, dense)
+            if async_op:
+                received = [each.wait() for each in received]
+            ends = []
+            for each in received:
+                rows = each.rows
+                if rows is None:
+                    rows = unpermute(permute(each.tokens, each.plan)[0], each.plan, each.probs)
+                ends.append(ep.combine(rows * 2, each, async_op=async_op))
+                paddle.matmul(dense, dense)
+            outs = [each.wait() if async_op else each for each in ends]
+            paddle.add_n([out.square().sum() for out in outs]).backward()
+            grads += [each.grad for x, _, probs in batches for each in (x, probs)]
+            del received, ends, outs, rows
+        found.append([bits(each) for each in grads])
+    return found[0], found[1]
+
+
+@pytest.mark.gpu_only
+@pytest.mark.two_gpus
+@pytest.mark.parametrize(
+    ("combine", "options"),
+    [
+        ("reduced", {"transport": "peer", "tokens_per_rank": TOKENS}),
+        ("exact", {"transport": "peer", "tokens_per_rank": TOKENS}),
+        ("reduced", {"transport": "peer", "tokens_per_rank": TOKENS, "payload": "fp8_1x128"}),
+        ("reduced", {}),
+        ("exact", {}),
+    ],
+    ids=["peer", "peer exact", "peer float8", "alltoall", "alltoall exact"],
+)
+def test_exchanges_in_flight_have_the_bits_of_calls_that_wait(num_processes, combine, options):
+    for rank, (expected, found) in enumerate(run(many_in_flight, num_processes, combine=combine, **options)):
+        for got, value in zip(found, expected, strict=True):
+            assert_bits_equal(got, value, what=f"rank {rank}")

@@ -1,0 +1,90 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Exchanges in flight on another stream than the current one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+
+from ..backends.base import Tensors
+
+__all__ = ["InFlight", "SideStream", "current_stream"]
+
+_HIGH_PRIORITY = -1
+
+
+class InFlight:
+    """The end of an exchange that runs on another stream; called once, it returns the received tensors.
+
+    The memory of the exchange lives until the current stream waits for it, also if the exchange is dropped.
+
+    Args:
+        join: lets the current stream wait for the exchange.
+        finish: returns the received tensors; the current stream waits by then.
+        memory: objects that the exchange uses.
+    """
+
+    def __init__(self, join: Callable[[], Any], finish: Callable[[], Any], *memory: Any) -> None:
+        self._join: Callable[[], Any] | None = join
+        self._finish, self._memory = finish, memory
+
+    def __call__(self) -> Any:
+        self._end()
+        finish, self._finish = self._finish, lambda: None
+        return finish()
+
+    def _end(self) -> None:
+        join, self._join = self._join, None
+        if join is not None:
+            join()
+        self._memory = ()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._end()
+
+
+def current_stream(place: Any) -> Any:
+    """Return the current stream of a device, as an object of Paddle's core."""
+    return paddle.device.current_stream(place).stream_base
+
+
+class SideStream:
+    """The stream of a group's exchanges in flight on a device.
+
+    Exchanges of a group run in the order in which they begin, on whichever stream.
+    """
+
+    def __init__(self, place: Any) -> None:
+        self._place = place
+        self._stream: Any = None
+        self._last: Any = None  # the event of the last exchange in flight that no stream has waited for
+
+    def join(self) -> None:
+        """Let the current stream wait for all exchanges in flight."""
+        if self._last is not None:
+            current_stream(self._place).wait_event(self._last)
+            self._last = None
+
+    def begin(self, work: Callable[[list[Any]], Tensors], *memory: Any) -> InFlight:
+        """Enqueue the work of an exchange after the work of the current stream.
+
+        Args:
+            work: returns the tensors that the exchange receives; it appends other objects that it uses to its argument.
+            memory: objects that the exchange uses.
+        """
+        if self._stream is None:
+            self._stream = paddle.device.Stream(self._place, priority=_HIGH_PRIORITY)
+        side, used = self._stream.stream_base, [*memory]
+        side.wait_stream(current_stream(self._place))
+        try:
+            with paddle.device.stream_guard(self._stream):
+                made = work(used)
+        finally:
+            self._last = event = side.record_event()
+            end = InFlight(lambda: current_stream(self._place).wait_event(event), lambda: made, used)
+        return end
