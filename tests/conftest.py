@@ -13,7 +13,6 @@ import importlib
 import os
 import sys
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -89,7 +88,7 @@ def pytest_collectstart() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Python's collector leaves out the collected tests and their modules: Paddle runs it whenever it traces bytecode."""
+    """Python's collector leaves out the collected tests and their modules: Paddle runs it when it traces bytecode."""
     gc.collect()
     gc.freeze()
     gc.enable()
