@@ -13,7 +13,6 @@ import importlib
 import os
 import sys
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -83,12 +82,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = sorted(left, key=lambda item: item.get_closest_marker("long") is None)
 
 
-@pytest.fixture(scope="module")
-def frozen_imports() -> Iterator[None]:
-    """Python's collector leaves out imported objects: Paddle collects garbage whenever it traces bytecode."""
+def pytest_collectstart() -> None:
+    """Nothing that the collection creates is garbage."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Python's collector leaves out the collected tests and their modules: Paddle runs it when it traces bytecode."""
+    gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # for libraries that count their objects when Python ends
 
 
 @pytest.fixture(scope="session")

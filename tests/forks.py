@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import importlib
 import os
 import pickle
@@ -138,4 +139,5 @@ def _serve(requests: socket.socket) -> None:
 if __name__ == "__main__":
     for each in sys.argv[2:]:
         importlib.import_module(each)
+    gc.freeze()  # collections of forked processes leave out what is imported here
     _serve(socket.socket(fileno=int(sys.argv[1])))

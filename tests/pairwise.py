@@ -73,13 +73,17 @@ def covering(
     A case with (axis, index) pairs of ``empty`` covers only the pairs that contain one of them. The algorithm is
     greedy: it chooses the first of the cases that cover the most new pairs. Cases are returned in the product's order.
     """
-    left = {case: _pairs(case, empty) for case in itertools.product(*map(range, sizes))}
+    numbers: dict[Any, int] = {}  # of pairs; a set of pairs is an integer with their bits
+    left = {
+        case: sum(1 << numbers.setdefault(pair, len(numbers)) for pair in _pairs(case, empty))
+        for case in itertools.product(*map(range, sizes))
+    }
     cases: list[tuple[int, ...]] = []
     while left:
-        best = max(left, key=lambda case: len(left[case]))
+        best = max(left, key=lambda case: left[case].bit_count())
         covered = left[best]
         cases.append(best)
-        left = {case: pairs - covered for case, pairs in left.items() if pairs - covered}
+        left = {case: rest for case, pairs in left.items() if (rest := pairs & ~covered)}
     return sorted(cases)
 
 

@@ -5,7 +5,10 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 
 def labels_of(figure: Any) -> list[tuple[str, Any]]:
@@ -21,6 +24,14 @@ def labels_of(figure: Any) -> list[tuple[str, Any]]:
     texts = (text for text in figure.findobj(Text) if text not in beyond)
     seen = [text for text in texts if text.get_text() and text.get_visible()]
     return [(text.get_text(), text.get_window_extent()) for text in seen]
+
+
+def colours_of(path: Path) -> tuple[int, int, int]:
+    """Height and width of a picture, and the number of its colours."""
+    from matplotlib.image import imread
+
+    picture = np.rint(255 * imread(path)).astype(np.uint8)
+    return *picture.shape[:2], len(np.unique(picture.view(np.uint32)))
 
 
 def check_that_labels_lie_apart(figure: Any) -> None:

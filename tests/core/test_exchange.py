@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 from paddle_moe_ops.reference import ranks as oracle
 from paddle_moe_ops.reference.permutation import sum_rows
 
+from ..pairwise import pairwise
 from ..params import SUM_DTYPES
 from ..reference.cases import assert_same_bits, assert_same_numbers, floats_of_every_kind, ordinary_floats
 from .binding import Core
@@ -71,9 +72,7 @@ class Memory:
         return np.ascontiguousarray(self._regions[:, rank]).reshape(-1, self._regions.shape[-1])
 
 
-@pytest.mark.parametrize("fetched", FETCHED)
-@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=lambda dtype: np.dtype(dtype).name)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pairwise({"case": {str(case): case for case in CASES}, "dtype": SUM_DTYPES, "fetched": FETCHED}, others_are_slow=True)
 def test_tokens_travel_there_and_their_sums_come_back(core: Core, case: Case, dtype: DTypeLike, fetched: int) -> None:
     of_ranks = plans(case)
     sizes = [{"rank": rank, "fetched": fetched} for rank in range(case.ranks)]

@@ -15,6 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
 
+from ..pairwise import in_turn
 from ..reference.cases import assert_same_bits, ordinary_floats
 from .binding import Core
 from .guards import guarded_outputs
@@ -141,8 +142,7 @@ def test_quantize_reaches_far_tokens_and_rows(core: Core, sparse_zeros: SparseZe
     assert not first_bytes(codes, [1, 2046, 2049, 4094, 4097, 4498]).any()
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("dtype", [np.dtype(np.float16), DTYPES[1]], ids=str)
+@in_turn({"dtype": [np.dtype(np.float16), DTYPES[1]], "weighted": {"plain": False, "weighted": True}})
 def test_unpermute_reads_far_rows(core: Core, sparse_zeros: SparseZeros, dtype: DTypeLike, weighted: bool) -> None:
     rows = sparse_zeros((NUM_ROWS, MIB), dtype)
     far = random_rows(len(FAR_ROWS), MIB, dtype, seed=4)

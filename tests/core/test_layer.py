@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import DTypeLike, NDArray
 
+from ..pairwise import in_turn, pairwise
 from .binding import Core
 from .layer import BACKWARD, FORWARD, H200, Hidden, Results, plan_of
 from .layer_problems import BFLOAT16, Case, ExactLayer, RandomLayer, assert_near, assert_same, live_part
@@ -105,10 +106,9 @@ def test_h_that_is_recomputed_has_the_same_bits(core: Core, rng: np.random.Gener
     assert_same(again, problem.run(core))
 
 
-@pytest.mark.parametrize(("workspace", "num_chunks"), [(1, 3), (200_000, 2)])
-@LAYOUTS
+@in_turn({"workspace, num_chunks": [(1, 3), (200_000, 2)], "transpose": {"as is": False, "transposed": True}})
 def test_bits_do_not_depend_on_chunks(
-    core: Core, rng: np.random.Generator, transpose: bool, workspace: int, num_chunks: int
+    core: Core, rng: np.random.Generator, workspace: int, num_chunks: int, transpose: bool
 ) -> None:
     problem = RandomLayer(rng, Case(340, 264, 3200, 1, 1, buffer=400, unassigned=0.0), transpose=transpose)
     chunked = problem.layer._replace(workspace=workspace)
@@ -189,9 +189,6 @@ def test_only_gradients_that_are_wanted_are_computed(
     assert_same(live_part(problem.layer, made), problem.due())
 
 
-BOTH = [(first, second) for first in Accumulation for second in Accumulation]
-
-
 def values_before(
     rng: np.random.Generator, problem: RandomLayer, accumulations: tuple[Accumulation, Accumulation]
 ) -> tuple[NDArray, NDArray]:
@@ -212,12 +209,15 @@ ACCUMULATED = {
 }
 
 
-@pytest.mark.parametrize("accumulations", BOTH, ids=lambda both: "-".join(each.name.lower() for each in both))
-@pytest.mark.parametrize("case", ACCUMULATED.values(), ids=ACCUMULATED)
+KINDS = {each.name.lower(): each for each in Accumulation}
+
+
+@pairwise({"case": ACCUMULATED, "of_gate_up": KINDS, "of_down": KINDS}, others_are_slow=True)
 def test_gradients_of_matrices_are_added_to_their_values(
-    core: Core, rng: np.random.Generator, case: Case, accumulations: tuple[Accumulation, Accumulation]
+    core: Core, rng: np.random.Generator, case: Case, of_gate_up: Accumulation, of_down: Accumulation
 ) -> None:
     """Exact sums: a float32 gradient is not rounded to the dtype of the tokens."""
+    accumulations = of_gate_up, of_down
     problem = exact(rng, case, accumulations=accumulations, transpose=bool(rng.integers(2)), workspace=1)
     problem.d_out *= rng.random(problem.d_out.shape) < 8 / case.hidden  # gradients of A are not rounded
     before = values_before(rng, problem, accumulations)

@@ -81,7 +81,7 @@ def test_layers_whose_rows_are_permuted_have_bits_that_no_chunk_changes(
     core: Core, cases: Callable[[Check], None], transpose: bool
 ) -> None:
     def check(rng: np.random.Generator) -> None:
-        d, n = (int(rng.choice(each)) for each in PERMUTED_SIZES)
+        d, n = (int(rng.choice(each if core.device == "cuda" else each[:1])) for each in PERMUTED_SIZES)
         experts, topk = int(rng.integers(1, 4)), 1
         tokens = int(rng.integers(160 * experts, 400 * experts))
         ids = rng.integers(-1, experts, (tokens, topk)).astype(np.int32)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import DTypeLike
 
+from ..pairwise import pairwise
 from ..params import Shape
 from .binding import Core
 from .cases import (
@@ -41,10 +42,15 @@ def run_and_compare(core: Core, problem: Problem, num_threads: int = 0) -> None:
     assert_equals_plan(route(core, problem, num_threads=num_threads), problem.plan)
 
 
-@pytest.mark.parametrize("duplicates", ["first", "each"])
-@pytest.mark.parametrize("dtype", [np.int32, np.int64], ids=["int32", "int64"])
-@pytest.mark.parametrize("kind", ROUTINGS)
-@pytest.mark.parametrize("shape", [*SHAPES, CHUNKED, UNEVEN], ids=str)
+@pairwise(
+    {
+        "shape": {str(shape): shape for shape in (*SHAPES, CHUNKED, UNEVEN)},
+        "kind": [*ROUTINGS],
+        "dtype": [np.int32, np.int64],
+        "duplicates": ["first", "each"],
+    },
+    others_are_slow=True,
+)
 def test_maps_of_ids_equal_the_oracle(core: Core, shape: Shape, kind: str, dtype: DTypeLike, duplicates: str) -> None:
     ids = make_ids(kind, shape, seed=len(kind), dtype=dtype)
     problem = make_problem(ids, shape.E, shape.A, probs=make_probs(ids.shape, 1), duplicates=duplicates)
@@ -68,10 +74,15 @@ def test_mask_of_no_or_all_experts_equals_the_oracle(core: Core, density: float)
     run_and_compare(core, make_problem(mask, DENSE.E, DENSE.A, topk=7))
 
 
-@pytest.mark.parametrize("duplicates", ["first", "each"])
-@pytest.mark.parametrize("buffer", BUFFERS)
-@pytest.mark.parametrize("kind", ["uniform", "zipf", "same_expert", "duplicates"])
-@pytest.mark.parametrize("shape", [SMALL, DENSE, UNEVEN], ids=str)
+@pairwise(
+    {
+        "shape": {str(shape): shape for shape in (SMALL, DENSE, UNEVEN)},
+        "kind": ["uniform", "zipf", "same_expert", "duplicates"],
+        "buffer": BUFFERS,
+        "duplicates": ["first", "each"],
+    },
+    others_are_slow=True,
+)
 def test_static_buffer_drops_what_does_not_fit(
     core: Core, shape: Shape, kind: str, buffer: str, duplicates: str
 ) -> None:

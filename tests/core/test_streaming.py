@@ -16,6 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
 
+from ..pairwise import pairwise
 from ..params import ROW_DTYPES, SUM_DTYPES
 from ..reference.cases import assert_same_bits, assert_same_numbers, floats_of_every_kind, ordinary_floats
 from . import workload
@@ -69,9 +70,7 @@ class Output:
         return self.array.copy()
 
 
-@pytest.mark.parametrize("offset", OFFSETS)
-@pytest.mark.parametrize("hidden", HIDDEN)
-@pytest.mark.parametrize("dtype", ROW_DTYPES, ids=dtype_name)
+@pairwise({"dtype": ROW_DTYPES, "hidden": HIDDEN, "offset": OFFSETS}, others_are_slow=True)
 def test_streamed_rows_and_padding_equal_the_oracle(
     streaming: Core, dtype: DTypeLike, hidden: int, offset: int
 ) -> None:
@@ -90,9 +89,7 @@ def test_streamed_rows_and_padding_equal_the_oracle(
     assert_same_bits(scales.taken(), expected_scales)
 
 
-@pytest.mark.parametrize("offset", OFFSETS)
-@pytest.mark.parametrize("hidden", HIDDEN)
-@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=dtype_name)
+@pairwise({"dtype": SUM_DTYPES, "hidden": HIDDEN, "offset": OFFSETS}, others_are_slow=True)
 def test_streamed_sums_equal_the_oracle(streaming: Core, dtype: DTypeLike, hidden: int, offset: int) -> None:
     plan = make_plan("half_unassigned", SMALL, seed=4)
     rows = floats_of_every_kind((plan.num_rows, hidden), dtype, seed=5)
@@ -103,9 +100,7 @@ def test_streamed_sums_equal_the_oracle(streaming: Core, dtype: DTypeLike, hidde
         assert_same_numbers(out.taken(), reference.unpermute(rows, plan, probs))
 
 
-@pytest.mark.parametrize("offset", OFFSETS)
-@pytest.mark.parametrize("hidden", HIDDEN)
-@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=dtype_name)
+@pairwise({"dtype": SUM_DTYPES, "hidden": HIDDEN, "offset": OFFSETS}, others_are_slow=True)
 def test_streamed_gradients_equal_the_oracle(streaming: Core, dtype: DTypeLike, hidden: int, offset: int) -> None:
     plan = make_plan("half_unassigned", SMALL, seed=7)
     d_out = floats_of_every_kind((SMALL.T, hidden), dtype, seed=8)

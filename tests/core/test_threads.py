@@ -29,7 +29,7 @@ from .operators.route import route
 pytestmark = [pytest.mark.long, pytest.mark.cpu_only]
 
 # A sanitizer sees in two runs what it sees in ten.
-RUNS = 2 if CHOSEN_LIBRARY else 10
+RUNS = [2] if CHOSEN_LIBRARY else [3, pytest.param(10, marks=pytest.mark.slow)]
 # All operators share a pool of threads, so a fork is tried with three of them.
 FORKED = "route", "permute", "unpermute"
 TIMEOUT_SECONDS = 600
@@ -47,12 +47,13 @@ def serial_bits(core: Core) -> dict[str, list[bytes]]:
     return {name: workload.bits(run(core, 1)) for name, run in workload.OPERATORS.items()}
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 5, 16])
+@pytest.mark.parametrize("runs", RUNS)
+@pytest.mark.parametrize("num_threads", [2, 5, 16])
 @pytest.mark.parametrize("operator", workload.OPERATORS)
 def test_runs_repeat_bit_for_bit(
-    core: Core, serial_bits: dict[str, list[bytes]], operator: str, num_threads: int
+    core: Core, serial_bits: dict[str, list[bytes]], operator: str, num_threads: int, runs: int
 ) -> None:
-    for _ in range(RUNS):
+    for _ in range(runs):
         assert workload.bits(workload.OPERATORS[operator](core, num_threads)) == serial_bits[operator]
 
 

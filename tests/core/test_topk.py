@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
 
+from ..pairwise import pairwise
 from ..params import SUM_DTYPES
 from ..reference.cases import assert_same_bits
 from ..routers import Router, deepseek_v3, routers
@@ -52,10 +53,15 @@ def test_any_router_follows_the_oracle(core: Core, router: Router, num_threads: 
     check_backward(core, router, ids, seed=1, num_threads=num_threads)
 
 
-@pytest.mark.parametrize(("num_experts", "top_k"), SIZES)
-@BY_ACTIVATION
-@BY_TIME
-@BY_DTYPE
+@pairwise(
+    {
+        "num_experts, top_k": SIZES,
+        "use_sigmoid": {"softmax": False, "sigmoid": True},
+        "pre_act": {"pre_act": True, "post_act": False},
+        "dtype": SUM_DTYPES,
+    },
+    others_are_slow=True,
+)
 def test_any_number_of_experts_and_slots(
     core: Core, dtype: DTypeLike, pre_act: bool, use_sigmoid: bool, num_experts: int, top_k: int
 ) -> None:

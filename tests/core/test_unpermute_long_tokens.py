@@ -8,11 +8,11 @@ import itertools
 
 import ml_dtypes
 import numpy as np
-import pytest
 from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
 
+from ..pairwise import in_turn
 from ..reference.cases import assert_same_numbers, ordinary_floats
 from .binding import Core
 from .cases import INT32
@@ -42,8 +42,7 @@ def long_tokens(columns: int, seed: int) -> tuple[NDArray, NDArray]:
     return token_rows, good_rows
 
 
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("columns", [32, 33, 64, 66, 97, 132])
+@in_turn({"columns": [32, 33, 64, 66, 97, 132], "dtype": [np.float32, ml_dtypes.bfloat16]})
 def test_bad_entries_take_nothing_from_the_rows_of_a_token(core: Core, columns: int, dtype: DTypeLike) -> None:
     token_rows, good_rows = long_tokens(columns, seed=columns)
     rows = ordinary_floats((N, H), dtype, seed=1)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,7 +35,6 @@ OPTIONS = [
     pytest.param({"combine": "reduced", **PEER}, id="peer"),
     pytest.param({"combine": "exact", **PEER}, id="peer exact"),
 ]
-EVERY_TRANSPORT = pytest.mark.parametrize("options", OPTIONS)
 IN_ORDER = "ExpertParallel: all ranks must make the same calls in the same order, but "
 
 
@@ -79,8 +79,16 @@ def in_another_order(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.cpu_only  # on a GPU: test_a_device_makes_calls_in_another_order_nan_and_the_next_dispatch_raises
-@EVERY_TRANSPORT
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        *(pytest.param(2, *each.values, id=f"2-{each.id}") for each in OPTIONS),
+        *(
+            pytest.param(3, *each.values, id=f"3-{each.id}", marks=[pytest.mark.slow] * (each.id != "peer"))
+            for each in OPTIONS
+        ),
+    ],
+)
 def test_calls_in_another_order_are_told_to_all_ranks(size, options):
     for found in run(in_another_order, size, options=options):
         first, second = found["numbers"]
@@ -135,9 +143,14 @@ def legal_program(options: dict[str, Any]) -> list[NDArray]:
     return [*found, *(each.grad.numpy() for layer in (first, second, third) for each in layer.experts.parameters())]
 
 
-@EVERY_TRANSPORT
+@functools.cache
+def results_without_options(combine: str) -> list[list[NDArray]]:
+    return run(legal_program, 2, options={"combine": combine})
+
+
+@pytest.mark.parametrize("options", OPTIONS[2:])
 def test_programs_with_several_calls_of_a_layer_are_in_order(options):
-    expected = run(legal_program, 2, options={"combine": options["combine"]})
+    expected = results_without_options(options["combine"])
     for ours, theirs in zip(run(legal_program, 2, options=options), expected, strict=True):
         for got, due in zip(ours, theirs, strict=True):
             np.testing.assert_allclose(got, due, rtol=1e-3, atol=1e-4)
@@ -216,17 +229,34 @@ def trained(layer: MoELayer, x: paddle.Tensor) -> list[NDArray]:
     return [x.grad.numpy(), *(each.grad.numpy() for each in layer.parameters() if each.grad is not None)]
 
 
+MODES = {
+    "no_grad on one": (["no_grad", "trains"], "the backward pass of combine", [1]),
+    "no_grad on two": (["trains", "no_grad", "no_grad"], "the backward pass of combine", [0]),
+    "frozen on one": (["frozen", "trains"], "the backward pass of combine", [1]),
+    "tokens without gradient on one": (["trains", "plain x"], "the backward pass of dispatch", [0]),
+}
+# Each mode with both combines, and each transport; the others are slow tests.
+MODES_IN_CI = {
+    "no_grad on one": ("exact", "reduced", "peer"),
+    "no_grad on two": ("exact", "peer"),
+    "frozen on one": ("parts of one size", "peer exact"),
+    "tokens without gradient on one": ("exact", "reduced", "peer exact"),
+}
+
+
 @pytest.mark.cpu_only
-@EVERY_TRANSPORT
 @pytest.mark.parametrize(
-    ("modes", "kind", "runs"),
+    ("modes", "kind", "runs", "options"),
     [
-        (["no_grad", "trains"], "the backward pass of combine", [1]),
-        (["trains", "no_grad", "no_grad"], "the backward pass of combine", [0]),
-        (["frozen", "trains"], "the backward pass of combine", [1]),
-        (["trains", "plain x"], "the backward pass of dispatch", [0]),
+        pytest.param(
+            *MODES[name],
+            *each.values,
+            id=f"{name}-{each.id}",
+            marks=[pytest.mark.slow] * (each.id not in MODES_IN_CI[name]),
+        )
+        for name in MODES
+        for each in OPTIONS
     ],
-    ids=["no_grad on one", "no_grad on two", "frozen on one", "tokens without gradient on one"],
 )
 def test_ranks_in_other_gradient_modes_get_their_values_and_backward_passes_name_them(modes, kind, runs, options):
     found = run(in_modes, len(modes), options=options, modes=modes)

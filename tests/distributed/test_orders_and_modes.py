@@ -86,12 +86,24 @@ WAYS = {
     "alltoall parts of one size": Way(EQUAL_PARTS, "stub"),
     "alltoall parts of one size float8": Way({**EQUAL_PARTS, "payload": "fp8_1x128_ue8m0"}, "stub"),
 }
-SLOW = ("gloo float8", *(name for name in WAYS if "placed" in name or "own" in name))
-EVERY_WAY = pytest.mark.parametrize(
-    "way",
-    [pytest.param(way, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, way in WAYS.items()],
-    scope="module",
+# Payloads in float8 travel as others do, so CI has them with one combine of each transport.
+SLOW = (
+    *("gloo float8", "peer exact float8", "alltoall parts of one size"),
+    *(name for name in WAYS if "placed" in name or "own" in name),
 )
+FAST = [name for name in WAYS if name not in SLOW]
+
+
+def some_ways(first: int) -> pytest.MarkDecorator:
+    """Every second way from a number on, in the order of `FAST`; the others are slow tests."""
+    chosen = FAST[first::2]
+    return pytest.mark.parametrize(
+        "way",
+        [pytest.param(way, id=name, marks=[pytest.mark.slow] * (name not in chosen)) for name, way in WAYS.items()],
+        scope="module",
+    )
+
+
 # Each way with every second program, in turn; the others are slow tests.
 EVERY_WAY_IN_TURN = pytest.mark.parametrize(
     ("way", "turn"),
@@ -335,7 +347,7 @@ def test_modes_of_one_rank_leave_values_and_later_backward_passes_right(way, tur
     check(way, programs, turn)
 
 
-@EVERY_WAY
+@some_ways(0)
 def test_views_of_buffers_are_read_anew_and_stay_what_they_are(way):
     same = ((9, 5), (9, 5))  # so that the second view has the address and shape of the first
     check(way, {form: Program((0, (0,), 1, (1,)), same, form=form) for form in FORMS})
@@ -366,7 +378,7 @@ def test_a_rank_may_have_no_tokens_in_a_pass(way, turn):
     check(way, programs, turn)
 
 
-@EVERY_WAY
+@some_ways(1)
 def test_gradients_of_micro_batches_of_other_sizes_add_up(way):
     check(way, {"micro-batches": Program((0, (0,), 1, (1,), 2, (2,)), tokens=((9, 5), (1, 11), (4, 4)))})
 
@@ -436,7 +448,7 @@ def in_halves(way: Way, whole: dict[str, NDArray]) -> dict[tuple[str, bool], dic
     return found
 
 
-@EVERY_WAY
+@some_ways(0)
 def test_dispatches_before_the_combines_of_others_change_no_result(way):
     for found in run(in_halves, RANKS, way.backend, way=way, whole=whole_layer()):
         for (order, buffers), results in found.items():
@@ -448,7 +460,7 @@ def test_dispatches_before_the_combines_of_others_change_no_result(way):
 ANEW = {form: Program(form=form) for form in FORMS}
 
 
-@EVERY_WAY
+@some_ways(1)
 def test_tokens_that_only_experts_need_may_be_written_anew_before_the_backward_pass(way):
     check(way, {form: each._replace(frozen=frozen("x", "router")) for form, each in ANEW.items()})
 
@@ -457,7 +469,7 @@ def refused(way: Way, whole: dict[str, NDArray]) -> list[str]:
     return [caught(lambda each=each: of_rank(way, whole, {"": each})) for each in ANEW.values()]
 
 
-@EVERY_WAY
+@some_ways(0)
 def test_tokens_that_the_router_needs_are_refused_where_they_were_written_anew(way):
     if way.options.get("transport") == "deepep":  # whose router keeps tokens in float32
         check(way, ANEW)

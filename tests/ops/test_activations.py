@@ -24,8 +24,6 @@ from tests.ops.interpreting import SHAPE
 from tests.ops.problems import make_problem, ordinary, plan_tensors, tensor
 from tests.params import EMPTY, ODD, PADDED, SMALL, SUM_DTYPES
 
-pytestmark = pytest.mark.usefixtures("frozen_imports")
-
 D, N = 10, 6
 OPERANDS = ("x", "probs", "gate_up", "down", "gate_up_bias", "down_bias")
 BY_ACTIVATION = pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -23,8 +23,6 @@ from tests.ops.problems import backward, make_problem, ordinary, plan_tensors, r
 from tests.params import SMALL, SUM_DTYPES
 from tests.static.modes import plain_errors
 
-pytestmark = pytest.mark.usefixtures("frozen_imports")
-
 D, N = 7, 12
 FORMS = ("rows", "gathered", "by row", "by slot", "to slots", "weighted to slots")
 BY_FORM = pytest.mark.parametrize("form", FORMS)

@@ -16,7 +16,6 @@ from tests.static.modes import plain_errors, predictor_of, static_mode
 
 # Paddle says so of its own full_like, whenever it makes a gradient in a graph.
 pytestmark = [
-    pytest.mark.usefixtures("frozen_imports"),
     pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface"),
 ]
 

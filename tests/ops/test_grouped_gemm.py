@@ -34,8 +34,6 @@ from tests.ops.problems import (
 from tests.params import MANY_EXPERTS, ODD, PADDED, SUM_DTYPES
 from tests.static.modes import plain_errors
 
-pytestmark = pytest.mark.usefixtures("frozen_imports")
-
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 BY_DTYPE = pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
 BY_LAYOUT = pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])

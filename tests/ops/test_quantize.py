@@ -39,8 +39,6 @@ from tests.ops.problems import (
 from tests.params import SHAPES, SMALL, SUM_DTYPES
 from tests.static.modes import plain_errors
 
-pytestmark = pytest.mark.usefixtures("frozen_imports")
-
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FORMATS = {"fp8_1x128": False, "fp8_1x128_ue8m0": True}
 LAYOUTS = ("row", "col")

@@ -166,7 +166,7 @@ def test_a_layer_needs_at_most_the_memory_that_is_announced(tokens):
     assert 0.4 <= taken / running.layer_memory_needed(model, tokens) <= 1.05
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_run_that_is_stopped_keeps_its_rows(number, tmp_path):
     path = tmp_path / "out.json"
     sizes = ("--model", "8,4,2", "--tokens", *map(str, range(1, 400)), "--seconds", "0.01", "--device", "cpu")

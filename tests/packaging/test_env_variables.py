@@ -80,7 +80,7 @@ def test_the_one_that_paddle_writes_does_not_count():
     assert (done.stdout.strip(), done.returncode) == ("None", 0), done.stderr
 
 
-@pytest.mark.parametrize(("value", "threads"), [("1", "1"), ("4,2", "4")])
+@pytest.mark.parametrize(("value", "threads"), [("1", "1"), pytest.param("4,2", "4", marks=pytest.mark.slow)])
 def test_a_number_that_the_user_set_counts_after_importing_paddle(value, threads):
     done = run_python("import paddle\n" + PRINT_THREADS, env={"OMP_NUM_THREADS": value})
     assert (done.stdout.strip(), done.returncode) == (threads, 0), done.stderr

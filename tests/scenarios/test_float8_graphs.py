@@ -22,7 +22,6 @@ from tests.static.modes import plain_errors, predictor_of
 FLOAT8 = "fp8_1x128"
 H, INNER, E, K = 64, 128, 6, 2  # sizes that the kernels for Hopper take
 pytestmark = [
-    pytest.mark.usefixtures("frozen_imports"),
     pytest.mark.compiled_only,
     pytest.mark.usefixtures("place"),
     # Paddle's remark about its own full_like.

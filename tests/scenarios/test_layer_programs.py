@@ -20,7 +20,6 @@ from tests.static.modes import plain_errors, predictor_of
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.usefixtures("frozen_imports"),
     pytest.mark.usefixtures("place"),
     # Paddle says so of its own full_like, whenever it makes a gradient in a graph.
     pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface"),

@@ -28,7 +28,6 @@ from tests.ops.problems import products_in_graphs_are
 from tests.static.modes import plain_errors
 
 pytestmark = [
-    pytest.mark.usefixtures("frozen_imports"),
     pytest.mark.usefixtures("place"),
     pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface"),
     # Paddle's eager mixed precision does nothing on a CPU, and says so.

@@ -40,7 +40,6 @@ ARRAYS = arrays_of(np.random.default_rng(7))
 # Paddle says so of its own full_like, whenever it makes a gradient in a graph.
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.usefixtures("frozen_imports"),
     pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface"),
 ]
 

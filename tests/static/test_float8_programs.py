@@ -29,7 +29,6 @@ SIZES = pytest.mark.parametrize("sizes", [(64, 128), (7, 72)], ids=str)
 TOKENS = (1, 63, 1025)  # in a program paddle.topk of no tokens gives ids of another shape
 # Paddle's remarks about its own full_like, and about models without parameters.
 pytestmark = [
-    pytest.mark.usefixtures("frozen_imports"),
     pytest.mark.compiled_only,
     pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface"),
     pytest.mark.filterwarnings("ignore:no variable in your model"),

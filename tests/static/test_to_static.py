@@ -33,7 +33,6 @@ from tests.static.modes import (
 # Paddle says so of its own full_like, whenever it makes a gradient in a graph.
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.usefixtures("frozen_imports"),
     pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface"),
 ]
 
