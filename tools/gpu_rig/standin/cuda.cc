@@ -137,6 +137,7 @@ CUresult cuCtxSetCurrent(CUcontext context) {
 
 int64_t pmo_clean_rowmap_cuda_workspace_bytes(const pmo_clean_rowmap_params*) { return kFindingsBytes; }
 int64_t pmo_quantize_cuda_workspace_bytes(const pmo_quantize_params*) { return 0; }
+int64_t pmo_rank_dispatch_cuda_workspace_bytes(const pmo_rank_dispatch_params*) { return 0; }
 int64_t pmo_rank_plan_cuda_workspace_bytes(const pmo_rank_plan_params*) { return 0; }
 int64_t pmo_route_cuda_workspace_bytes(const pmo_route_params* params) {
   const int64_t bytes = pmo_route_cpu_workspace_bytes(params);
@@ -181,6 +182,8 @@ RUN_ON_CPU(permute, pmo_permute_params)
 RUN_ON_CPU(quantize, pmo_quantize_params)
 RUN_ON_CPU(quantize_blocks, pmo_quantize_blocks_params)
 RUN_ON_CPU(rank_barrier, pmo_rank_barrier_params)
+RUN_ON_CPU(rank_combine, pmo_rank_combine_params)
+RUN_ON_CPU(rank_dispatch, pmo_rank_dispatch_params)
 RUN_ON_CPU(rank_get, pmo_rank_values_params)
 RUN_ON_CPU(rank_plan, pmo_rank_plan_params)
 RUN_ON_CPU(rank_put, pmo_rank_values_params)
