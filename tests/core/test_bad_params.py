@@ -213,7 +213,12 @@ def header_text() -> str:
 
 
 def flat(body: str) -> str:
-    """The body of a struct with a pointer to codes and one to scales for each pmo_layer_codes."""
+    """The body of a struct with the fields of structs inside it."""
+    for inner, name in re.findall(r"^ *(pmo_\w+_params) (\w+);.*$", body, re.MULTILINE):
+        found = re.search(rf"typedef struct {inner} {{(.*?)}}", header_text(), re.DOTALL)
+        assert found is not None
+        renamed = re.sub(r"(\w+);", rf"{name}_\1;", found[1])
+        body = re.sub(rf"^ *{inner} {name};.*$", renamed, body, flags=re.MULTILINE)
     line = re.search(r"^ *pmo_layer_codes (.*);$", body, re.MULTILINE)
     if line is None:
         return body
@@ -238,7 +243,7 @@ def test_ctypes_structs_mirror_the_headers(struct: type[ctypes.Structure]) -> No
         ("float", "*"): ctypes.POINTER(ctypes.c_float),
         ("float", ""): ctypes.c_float,
     }
-    assert [(name, kinds[kind, star]) for kind, star, name in declared] == struct._fields_
+    assert [(name, kinds[kind, star]) for kind, star, name in declared] == list(struct._fields_)
 
 
 def test_enumerations_mirror_the_headers() -> None:

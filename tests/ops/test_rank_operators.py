@@ -23,7 +23,7 @@ from paddle_moe_ops.expert_parallel.symmetric_memory import BufferShape, granula
 from paddle_moe_ops.reference.ranks import is_fetched
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import tensor
-from tests.ops.test_operator_arguments import requirements
+from tests.ops.test_operator_arguments import OF_RANKS, requirements
 from tests.reference.cases import assert_same_bits
 
 pytestmark = pytest.mark.compiled_only
@@ -44,6 +44,8 @@ STATE = np.zeros([2], np.int32)
 NEXT_TURN = np.ones([1, 128], np.uint8)  # flags of a rank that is ahead
 PLACES = [NEXT_TURN, NEXT_TURN, STATE, REPORT]
 CALLS = np.ones([1, WORDS], np.int32)
+COUNTER = np.zeros([1], np.int32)
+TOKEN_LINES = np.array([[0], [1], [-1], [-1]], np.int32)
 
 
 def good_calls() -> dict[str, list[Any]]:
@@ -56,8 +58,13 @@ def good_calls() -> dict[str, list[Any]]:
         "rank_records": [region, K, S, 0, E],
         "rank_arrivals": [region, *PLACES, CALL, 1000, K, S, 0, E],
         "rank_join": [STATE, True],
-        "rank_send": [X, TOKEN_ROWS, rows, rows.copy(), 1, 0, 3, TO_BUFFER, False],
-        "rank_receive": [TOKEN_ROWS, rows, rows.copy(), rows.copy(), None, STATE, 1, 0, 3],
+        "rank_send": [X, TOKEN_ROWS, rows, rows.copy(), 1, 0, 3, TO_BUFFER, False, -1],
+        "rank_receive": [TOKEN_ROWS, rows, rows.copy(), rows.copy(), None, STATE, 1, 0, 3, -1],
+        "rank_dispatch": [
+            *(X, IDS, PROBS, rows, rows.copy(), region, region.copy(), COUNTER),
+            *(*PLACES, CALL, 1000, 0, E, S),
+        ],
+        "rank_combine": [rows, TOKEN_LINES, TOKEN_ROWS, rows.copy(), rows.copy(), COUNTER, *PLACES, CALL, 1000, 0],
         "rank_quantize": [X, TOKEN_ROWS, row_to_token, codes, False, 1e-4],
         "rank_put": [np.zeros([S, K], np.float32), region, S],
         "rank_take": [region, S, 1, True],
@@ -85,7 +92,7 @@ def test_a_rank_that_sends_to_itself_gets_back_what_it_sent(place):
     assert len(direct("rank_plan", ids, probs, region, E, S, S, False)) == 3
     assert to_numpy(token_rows).tolist() == TOKEN_ROWS.tolist()
     assert to_numpy(dropped).tolist() == 0
-    (rows,) = direct("rank_send", x, token_rows, *views, 1, 0, 3, TO_NEW_MEMORY, True)
+    (rows,) = direct("rank_send", x, token_rows, *views, 1, 0, 3, TO_NEW_MEMORY, True, -1)
     assert all((to_numpy(each) == 7).all() for each in views)
     got_ids, got_probs, own = direct("rank_records", region, K, S, 0, E)
     assert to_numpy(got_ids).tolist() == [[0, 2], [1, 0], [-1, -1], [-1, -1]]
@@ -116,9 +123,9 @@ def test_a_rank_that_sends_to_itself_gets_back_what_it_sent(place):
     assert to_numpy(flags)[0, :1].tolist() == [1]
     assert to_numpy(calls).tolist() == [CALL]
     assert not to_numpy(report).any()
-    (out,) = direct("rank_receive", own, *views, None, rows, state, 1, 0, 3)
+    (out,) = direct("rank_receive", own, *views, None, rows, state, 1, 0, 3, -1)
     assert to_numpy(out).tolist() == to_numpy(rows).tolist() == [*X[[0, 2]].tolist(), *np.zeros([2, H]).tolist()]
-    (sums,) = direct("rank_receive", token_rows, *views, rows, None, state, 1, 0, 3)
+    (sums,) = direct("rank_receive", token_rows, *views, rows, None, state, 1, 0, 3, -1)
     assert to_numpy(sums).tolist() == [X[0].tolist(), [0.0] * H, X[2].tolist()]
     values = tensor(np.arange(S * K, dtype=np.float32).reshape(S, K), place)
     direct("rank_put", values, region, S)
@@ -153,7 +160,7 @@ def test_rows_for_another_rank_are_written_there_or_lie_where_it_fetches_them(pl
     lines = tensor(np.arange(2 * S, dtype=np.int32)[:, None], place)
     arrived, peers = (tensor(np.zeros([2 * S, H], np.float32), place) for _ in range(2))
     options = 2, 0, fetched  # this is rank 0 of 2
-    direct("rank_send", tensor(x, place), lines, arrived, peers, *options, STAY, False)
+    direct("rank_send", tensor(x, place), lines, arrived, peers, *options, STAY, False, -1)
     stays = is_fetched(np.arange(S), fetched)[:, None]
     assert_same_bits(to_numpy(arrived)[S:], np.where(stays, x[S:], 0))
     assert_same_bits(to_numpy(peers)[S:], np.where(stays, 0, x[S:]))
@@ -163,7 +170,7 @@ def test_rows_for_another_rank_are_written_there_or_lie_where_it_fetches_them(pl
     both = tensor(np.array([[0, S + 1], [2, -1]], np.int32), place)
     theirs = [tensor(x + offset, place) for offset in (100, 200)]
     given = both, *theirs, tensor(x, place), None
-    (sums,) = direct("rank_receive", *given, tensor(STATE, place), *options)
+    (sums,) = direct("rank_receive", *given, tensor(STATE, place), *options, -1)
     other = x[S + 1] + (200 if is_fetched(np.array(1), fetched) else 100)
     assert_same_bits(to_numpy(sums), np.stack([x[0] + other, x[2]]))
 
@@ -173,7 +180,7 @@ def test_a_marked_state_makes_what_arrives_nan(place):
     state = tensor(np.array([3, 1], np.int32), place)
     lines, rows = tensor(np.arange(S, dtype=np.int32)[:, None], place), np.zeros([S, H], np.float32)
     views = [tensor(rows, place) for _ in range(2)]
-    given = tensor(rows, place), None, state, 1, 0, 3
+    given = tensor(rows, place), None, state, 1, 0, 3, -1
     assert np.isnan(to_numpy(direct("rank_receive", lines, *views, *given)[0])).all()
     region, ids, token_rows = (
         tensor(np.zeros([1, REGION], np.uint8), place),
@@ -311,6 +318,23 @@ BAD_CALLS = [
     ("rank_rows", 2, np.array(0, np.int32), "row_to_slot must be of shape [any], but got []"),
     ("rank_rows", 5, -1, "rows_per_rank must be in [0, 2^31)"),
     ("rank_receive", 5, np.zeros([2], np.float32), "the state must be int32, but got float32"),
+    ("rank_dispatch", 0, X[:2], "x must be of shape [3, 5], but got [2, 5]"),
+    ("rank_dispatch", 0, X.astype(np.float16), "x must be float32, but got float16"),
+    ("rank_dispatch", 1, IDS[0], "ids must be of shape [any, any], but got [2]"),
+    ("rank_dispatch", 2, PROBS[:1], "probs must be of shape [3, 2], but got [1, 2]"),
+    ("rank_dispatch", 3, X[0], "the window must be of shape [any, any], but got [5]"),
+    ("rank_dispatch", 4, np.zeros([S, H + 1], np.float32), "the window must be of shape [4, 5], but got [4, 6]"),
+    ("rank_dispatch", 4, np.zeros([S, H], np.int32), "the window must be float32, but got int32"),
+    ("rank_dispatch", 5, np.zeros([1, REGION + 4], np.uint8), HERE),
+    ("rank_dispatch", 7, np.zeros([2], np.int32), "the counter must be of shape [1], but got [2]"),
+    ("rank_dispatch", 7, np.zeros([1], np.float32), "the counter must be int32, but got float32"),
+    ("rank_dispatch", 16, S + 1, "capacity must be from 0 to rows_per_rank"),
+    ("rank_combine", 0, X, "the rows must be of shape [4, 5], but got [3, 5]"),
+    ("rank_combine", 0, np.zeros([S, H], np.float16), "the rows must be float32, but got float16"),
+    ("rank_combine", 1, TOKEN_LINES[:, 0], "the map must be of shape [any, any], but got [4]"),
+    ("rank_combine", 1, np.zeros([S, 2], np.int32), "the map must be of shape [4, 1], but got [4, 2]"),
+    ("rank_combine", 2, TOKEN_ROWS.astype(np.int64), "the map must be int32, but got int64"),
+    ("rank_combine", 12, 1, "rank must be one of num_ranks"),
     ("rank_get", 3, np.zeros([3], np.int32), "the state must be of shape [2], but got [3]"),
     ("rank_spoil", 1, np.zeros([2], np.int32), "the codes must be int64, but got int32"),
     ("rank_spoil", 1, np.array(0, np.int64), "the codes must be of shape [any], but got []"),
@@ -343,6 +367,6 @@ def test_calls_that_are_spoilt_here_are_good(operator, place):
 
 def test_every_requirement_is_broken():
     messages = [message for *_, message in BAD_CALLS]
-    says = requirements("ranks_op.cc")
+    says = {key: each for name in OF_RANKS for key, each in requirements(name).items()}
     assert len(says) >= 9
     assert not {each: line for each, line in says.items() if not any(each in message for message in messages)}

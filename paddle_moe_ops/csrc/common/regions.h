@@ -175,6 +175,14 @@ PMO_ANYWHERE inline int64_t own_row(const Params& p, const RegionRow& at) {
   return at.place < p.own_rows_per_rank ? at.rank * p.own_rows_per_rank + at.place : -1;
 }
 
+// True if a row of the regions, or of this rank's own rows, has this number.
+template <class Params>
+PMO_ANYWHERE inline bool is_received(const Params& p, int32_t row) {
+  if (row < 0 || row >= p.num_ranks * p.rows_per_rank) return false;
+  const RegionRow at(p, row);
+  return at.rank != p.rank || own_row(p, at) >= 0;
+}
+
 // Address to which rank_send stores a row; null: the row is not stored.
 PMO_ANYWHERE inline char* sent_to(const pmo_rank_send_params& p, int32_t row, int64_t row_bytes) {
   if (row < 0 || row >= p.num_ranks * p.rows_per_rank) return nullptr;
@@ -186,13 +194,12 @@ PMO_ANYWHERE inline char* sent_to(const pmo_rank_send_params& p, int32_t row, in
   return static_cast<char*>(is_fetched(at.place, p.fetched) ? p.arrived : p.peers) + row * row_bytes;
 }
 
-// Address from which rank_receive loads an existing row; null: the output already contains it.
+// Address from which rank_receive loads a received row; null: the output already contains it.
 PMO_ANYWHERE inline const char* received_from(const pmo_rank_receive_params& p, int32_t row, int64_t row_bytes,
                                               int64_t own_stride) {
   const RegionRow at(p, row);
   if (at.rank == p.rank) {
-    const int64_t own = own_row(p, at);
-    return p.own == nullptr || own < 0 ? nullptr : static_cast<const char*>(p.own) + own * own_stride;
+    return p.own == nullptr ? nullptr : static_cast<const char*>(p.own) + own_row(p, at) * own_stride;
   }
   return static_cast<const char*>(is_fetched(at.place, p.fetched) ? p.peers : p.arrived) + row * row_bytes;
 }

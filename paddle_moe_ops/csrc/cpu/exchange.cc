@@ -58,7 +58,7 @@ int receive(const pmo_rank_receive_params& p) {
       const int32_t* listed = p.token_rows + token * p.max_rows_per_token;
       rows.clear();
       for (int64_t i = 0; i < p.max_rows_per_token && listed[i] != -1; ++i) {
-        if (listed[i] < 0 || listed[i] >= p.num_ranks * p.rows_per_rank) continue;
+        if (!is_received(p, listed[i])) continue;
         rows.push_back(received_from(p, listed[i], row_bytes, own_stride));
       }
       char* const out = static_cast<char*>(p.out) + token * row_bytes;

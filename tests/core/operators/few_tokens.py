@@ -28,17 +28,7 @@ def _inner(prefix: str, struct: type[Params]) -> list[tuple[str, Any]]:
     return [(f"{prefix}_{name}", kind) for name, kind, *_ in struct._fields_]
 
 
-class _Exchange(Params):
-    """Params with structs inside, whose sizes they know."""
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
-        self.barrier_struct_size = ctypes.sizeof(BarrierParams)
-        if hasattr(self, "plan_struct_size"):
-            self.plan_struct_size = ctypes.sizeof(RankPlanParams)
-
-
-class RankDispatchParams(_Exchange):
+class RankDispatchParams(Params):
     """pmo_rank_dispatch_params"""
 
     needs_cuda_workspace = True
@@ -62,8 +52,13 @@ class RankDispatchParams(_Exchange):
         ),
     )
 
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.barrier_struct_size = ctypes.sizeof(BarrierParams)
+        self.plan_struct_size = ctypes.sizeof(RankPlanParams)
 
-class RankCombineParams(_Exchange):
+
+class RankCombineParams(Params):
     """pmo_rank_combine_params"""
 
     _fields_ = (
@@ -79,6 +74,10 @@ class RankCombineParams(_Exchange):
             (Int, "dtype num_threads"),
         ),
     )
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.barrier_struct_size = ctypes.sizeof(BarrierParams)
 
 
 def barrier_fields(calls: NDArray, rank: int, turn: int, mark: int = 0) -> dict[str, Any]:

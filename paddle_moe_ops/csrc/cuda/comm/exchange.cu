@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   auto* out = reinterpret_cast<Access*>(static_cast<char*>(p.out) + piece.token * row_bytes) + piece.first;
   if (is_marked(p.mark)) return fill_nan(piece, kMoved, out);
   const int32_t row = p.max_rows_per_token == 0 ? -1 : __ldg(p.token_rows + piece.token);
-  const bool is_row = row >= 0 && row < p.num_ranks * p.rows_per_rank;
+  const bool is_row = is_received(p, row);
   const char* from = is_row ? received_from(p, row, row_bytes, own_stride) : nullptr;
   if (is_row && from == nullptr) return;
   const auto* source = reinterpret_cast<const Access*>(from) + piece.first;
@@ -163,10 +163,12 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
 #pragma unroll 1
   for (int64_t begin = 0;; begin += kWarpSize) {
     const WarpRows listed(all, piece.token, begin);
-    const char* own_source = listed.is_used() ? received_from(p, listed.row, row_bytes, own_stride) : nullptr;
-    count += __popc(listed.used);
+    const bool is_used = listed.is_used() && is_received(p, listed.row);
+    const char* own_source = is_used ? received_from(p, listed.row, row_bytes, own_stride) : nullptr;
+    unsigned left = __ballot_sync(kAllLanes, is_used);
+    count += __popc(left);
 #pragma unroll 1
-    for (unsigned left = listed.used; left != 0;) {
+    while (left != 0) {
       const auto* source = reinterpret_cast<const Access*>(shuffle_pointer(own_source, WarpRows::pop_lane(&left))) + piece.first;
       const bool are_two = left != 0;
       const auto* second =
