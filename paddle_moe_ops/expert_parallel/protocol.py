@@ -170,8 +170,8 @@ class TokenTransport(Transport, abc.ABC):
     """A transport that sends tokens to the ranks of their experts, and adds up what these return.
 
     It serves ``combine="reduced"`` without ``payload`` and ``tokens_per_rank``. `DeepEP` and `HybridEP` are such;
-    libraries with a dispatch and a combine fit. The package compares neither calls nor gradient modes of ranks: all ranks run the same
-    backward passes.
+    libraries with a dispatch and a combine fit. The package compares neither calls nor gradient modes of ranks: all
+    ranks run the same backward passes.
 
     Examples:
         >>> from paddle_moe_ops.expert_parallel import DispatchedTokens, ExpertParallel, TokenTransport

@@ -31,7 +31,7 @@ from .test_expert_parallel_errors import caught
 
 TOKENS, HIDDEN, INNER, EXPERTS, TOPK, ROOM = 13, 64, 24, 5, 3, 16
 PEER: dict[str, Any] = {"transport": "peer", "tokens_per_rank": 257}  # up to 256 are few
-# How tokens travel, and between which processes. Sorted by the processes, since a start takes seconds.
+# Transports, and the backend of the processes, by which they are sorted, since a start takes seconds.
 WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "gloo exact": ({"combine": "exact"}, "gloo"),
     "gloo reduced float8": ({"combine": "reduced", "payload": "fp8_1x128"}, "gloo"),
@@ -107,7 +107,7 @@ class Layer:
 
 
 def results(layer: Layer, found: dict[str, paddle.Tensor]) -> dict[str, NDArray]:
-    """Arrays of what a program found, and of the gradients of the matrices, which are cleared."""
+    """Arrays of the tensors that a program found, and of the gradients of the matrices, which are cleared."""
     for name in ("gate_up", "down"):
         parameter = getattr(layer, name)
         if parameter.grad is not None:
@@ -117,7 +117,7 @@ def results(layer: Layer, found: dict[str, paddle.Tensor]) -> dict[str, NDArray]
 
 
 def of_rank(program: Program, options: dict[str, Any], tokens: tuple[int, int]) -> list[dict[str, NDArray]]:
-    """What a program finds without and with exchanges in flight."""
+    """Results of a program without and with exchanges in flight."""
     with on_this_device():
         found = []
         for async_op in (False, True):
