@@ -259,7 +259,7 @@ AREAS = {
     ),
     "flights": _ranks(
         ("exchanges", "streams"),
-        ("exchanges_in_flight", "expert_parallel", "orders_and_modes"),
+        ("exchanges_in_flight", "exchange_handles", "expert_parallel", "orders_and_modes"),
     ),
     "token_transports": _ranks(
         ("protocol", "received", "tokens"),
