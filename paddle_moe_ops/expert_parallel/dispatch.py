@@ -233,9 +233,11 @@ class ExpertParallel(LayerExchanges):
                 backward pass of any layer of the group: from then on other ranks overwrite it, and a backward pass that
                 would read it raises a RuntimeError. Rows without a token are then undefined, as with ``payload``. The
                 argument is the same on all ranks, with gradients enabled or not.
+            async_op: True: return when the exchange has begun, so that later work overlaps it. Not with ``copy=False``.
 
         Returns:
-            the received tokens, for the local experts and for `combine`.
+            the received tokens, for the local experts and for `combine`; with ``async_op`` a handle, whose ``wait()``
+            returns them.
 
         Raises:
             TypeError: an argument of the wrong type or dtype.
@@ -265,7 +267,7 @@ class ExpertParallel(LayerExchanges):
             async_op: True: return when the exchange has begun, so that later work overlaps it.
 
         Returns:
-            [T, d]; with ``async_op`` a handle, whose `wait` returns it.
+            [T, d]; with ``async_op`` a handle, whose ``wait()`` returns it.
 
         Raises:
             TypeError: an argument of the wrong type or dtype.

@@ -12,7 +12,7 @@ import paddle
 
 from ..backends.base import Tensors
 
-__all__ = ["InFlight", "SideStream", "current_stream"]
+__all__ = ["InFlight", "SideStream"]
 
 _HIGH_PRIORITY = -1
 
@@ -48,9 +48,11 @@ class InFlight:
             self._end()
 
 
-def current_stream(place: Any) -> Any:
-    """Return the current stream of a device, as an object of Paddle's core."""
-    return paddle.device.current_stream(place).stream_base
+def _device_of(place: Any) -> Any:
+    """Return the place of a tensor in the form that `paddle.device` takes."""
+    if place.is_gpu_place():
+        return paddle.CUDAPlace(place.gpu_device_id())
+    return paddle.CustomPlace(place.custom_device_type(), place.custom_device_id())
 
 
 class SideStream:
@@ -60,14 +62,18 @@ class SideStream:
     """
 
     def __init__(self, place: Any) -> None:
-        self._place = place
+        self._device = _device_of(place)
         self._stream: Any = None
         self._last: Any = None  # the event of the last exchange in flight that no stream has waited for
+
+    def _current(self) -> Any:
+        """Return the current stream, as an object of Paddle's core."""
+        return paddle.device.current_stream(self._device).stream_base
 
     def join(self) -> None:
         """Let the current stream wait for all exchanges in flight."""
         if self._last is not None:
-            current_stream(self._place).wait_event(self._last)
+            self._current().wait_event(self._last)
             self._last = None
 
     def begin(self, work: Callable[[list[Any]], Tensors], *memory: Any) -> InFlight:
@@ -78,13 +84,13 @@ class SideStream:
             memory: objects that the exchange uses.
         """
         if self._stream is None:
-            self._stream = paddle.device.Stream(self._place, priority=_HIGH_PRIORITY)
+            self._stream = paddle.device.Stream(self._device, priority=_HIGH_PRIORITY)
         side, used = self._stream.stream_base, [*memory]
-        side.wait_stream(current_stream(self._place))
+        side.wait_stream(self._current())
         try:
             with paddle.device.stream_guard(self._stream):
                 made = work(used)
         finally:
             self._last = event = side.record_event()
-            end = InFlight(lambda: current_stream(self._place).wait_event(event), lambda: made, used)
+            end = InFlight(lambda: self._current().wait_event(event), lambda: made, used)
         return end

@@ -235,9 +235,18 @@ AREAS = {
         ),
     ),
     "exchange": _ranks(
-        ("dispatch", "alltoall", "deep_ep"),
+        ("dispatch", "layer_exchanges", "alltoall", "deep_ep", "hybrid_ep"),
         (
-            *("plans", "transports", "deep_ep", "arguments_stay", "expert_parallel_errors", "expert_parallel"),
+            *(
+                "plans",
+                "transports",
+                "deep_ep",
+                "hybrid_ep",
+                "exchanges_in_flight",
+                "arguments_stay",
+                "expert_parallel_errors",
+                "expert_parallel",
+            ),
             *("expert_parallel_layer", "calls_of_ranks", "programs_that_differ", "closed_layers"),
         ),
         _tests("ops", "sharded_experts"),
@@ -249,6 +258,10 @@ AREAS = {
             *("calls_of_ranks", "ranks_that_do_not_come", "closed_layers"),
         ),
         _tests("ops", "rank_operators"),
+    ),
+    "flights": _ranks(
+        ("exchanges", "streams"),
+        ("exchanges_in_flight", "exchange_handles", "expert_parallel", "orders_and_modes"),
     ),
     "token_transports": _ranks(
         ("protocol", "received", "tokens"),

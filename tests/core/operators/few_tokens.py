@@ -202,7 +202,7 @@ def combine_params(
 def rank_combine(
     core: Core, lines: NDArray, rows: NDArray, token_rows: NDArray, arrived: NDArray, barrier: Any, rank: int
 ) -> tuple[NDArray, NDArray]:
-    """What a rank sends, and its sums."""
+    """Rows that a rank sends, and their sums."""
     with guarded_outputs() as output:
         peers, out = output(arrived.shape, lines.dtype), output((len(token_rows), lines.shape[1]), lines.dtype)
         params = combine_params(lines, rows, token_rows, (arrived, peers), out, barrier, rank)

@@ -1,0 +1,154 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Handles of exchanges in flight: errors of misuse, side streams, and transports that begin exchanges."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+import pytest
+
+from paddle_moe_ops import flush_dw
+from paddle_moe_ops.expert_parallel import LineTransport
+from paddle_moe_ops.expert_parallel.streams import InFlight, SideStream
+from paddle_moe_ops.expert_parallel.symmetric_buffers import Barrier
+
+from .own_transports import OverAllGather
+from .problems import on_this_device
+from .processes import run
+from .test_exchanges_in_flight import PEER, TOKENS, WAYS, Layer
+from .test_expert_parallel_errors import caught
+
+pytestmark = pytest.mark.cpu_only
+
+
+def misused(options: dict[str, Any]) -> dict[str, str]:
+    with on_this_device():
+        layer = Layer(options, True, TOKENS)
+        given = layer.batch(0)
+        parallel, found = layer.parallel, {}
+        handle = parallel.dispatch(*given, async_op=True)
+        received = handle.wait()
+        found["dispatch, twice"] = caught(handle.wait)
+        found["overlapped"] = caught(lambda: handle.overlapped(given[0]))
+        found["overlap_backward"] = caught(lambda: handle.overlap_backward(flush_dw))
+        out = layer.experts(received)
+        handle = parallel.combine(out, received, async_op=True)
+        handle.wait()
+        found["combine, twice"] = caught(handle.wait)
+        buffer = given[0].detach().clone()
+        handle = parallel.dispatch(buffer, *given[1:], async_op=True)
+        buffer.zero_()
+        found["changed"] = caught(handle.wait)
+        found["no copy"] = caught(lambda: parallel.dispatch(*given, async_op=True, copy=False))
+        found["no flag"] = caught(lambda: parallel.combine(out, received, async_op=1))
+        layer(*given)
+        return found
+
+
+TWICE = "after wait(), which returns the result once"
+ERRORS = {
+    "dispatch, twice": f"RuntimeError: ExpertParallel.dispatch: wait() {TWICE}",
+    "overlapped": f"RuntimeError: ExpertParallel.dispatch: overlapped() {TWICE}",
+    "overlap_backward": f"RuntimeError: ExpertParallel.dispatch: overlap_backward() {TWICE}",
+    "combine, twice": f"RuntimeError: ExpertParallel.combine: wait() {TWICE}",
+    "changed": "RuntimeError: ExpertParallel.dispatch: the sent tensor was changed in place before wait(); change it "
+    "later, or send a copy",
+    "no copy": "ValueError: ExpertParallel.dispatch: copy must be True with async_op=True, since later exchanges "
+    "overwrite memory that ranks share, but got False",
+    "no flag": "TypeError: ExpertParallel.combine: async_op must be a bool, but got 1 of type int",
+}
+
+
+@pytest.mark.parametrize("way", ["peer reduced", "alltoall reduced"])
+def test_misuse_raises(way):
+    options, backend = WAYS[way]
+    for found in run(misused, 2, backend, options=options):
+        assert found == ERRORS
+
+
+def on_a_side_stream() -> list[Any]:
+    """Results of work on a side stream of the tests' device, one of which is dropped."""
+    with on_this_device():
+        x, kept = paddle.ones([3]), [paddle.ones([2])]
+        side = SideStream(x.place)
+        current = lambda: paddle.device.current_stream(paddle.device.get_device()).stream_base.raw_stream  # noqa: E731
+        before = current()
+        ends = [side.begin(lambda used: (used.append(kept), x * 2)[1:], x), side.begin(lambda _: (x * 3,))]
+        side.join()
+        del ends[1]
+        (made,) = ends[0]()
+        with contextlib.suppress(ZeroDivisionError):
+            side.begin(lambda _: (x / (1 // 0),))
+        return [made.tolist(), ends[0]._memory, current() == before]
+
+
+def test_a_side_stream_ends_work_and_restores_the_current_stream():
+    assert run(on_a_side_stream, 2, "stub") == [[[2.0] * 3, (), True]] * 2
+
+
+class FakeSide:
+    """A side stream that logs its calls, and runs work at once."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def join(self) -> None:
+        self.log.append("join")
+
+    def begin(self, work: Callable[[list[Any]], Any], *memory: Any) -> InFlight:
+        self.log.append("begin")
+        made = work([])
+        return InFlight(lambda: self.log.append("wait"), lambda: made, memory)
+
+
+def order_of_peers() -> list[str]:
+    layer = Layer({"combine": "reduced", **PEER}, True, TOKENS)
+    given, parallel = layer.batch(0), layer.parallel
+    layer(*given)
+    side = FakeSide()
+    parallel._peers._buffers.find((Barrier, str(given[0].place)))._side = side
+    received = parallel.dispatch(*given, async_op=True).wait()
+    out = layer.experts(received)
+    parallel.combine(out, received)
+    parallel.combine(out, received, async_op=True)  # and drop the handle
+    parallel.combine(out, received, async_op=True).wait().sum().backward()
+    return side.log
+
+
+def test_each_exchange_of_peers_follows_those_in_flight():
+    a_flight = ["begin", "join", "wait"]  # the join is that of the side stream itself
+    expected = ["join", "begin", "wait", "join", *a_flight * 4]
+    for found in run(order_of_peers, 2):
+        assert found == expected
+
+
+class WithoutAnEnd(OverAllGather):
+    def start_exchange(self, lines: paddle.Tensor, sent: Any, received: Any, step: Any) -> Any:
+        return self.exchange(lines, sent, received, step)
+
+
+class WithAShortEnd(OverAllGather):
+    def start_exchange(self, lines: paddle.Tensor, sent: Any, received: Any, step: Any) -> Any:
+        made = self.exchange(lines, sent, received, step)
+        return lambda: made[1:]
+
+
+def with_a_bad_transport(transport: LineTransport) -> str:
+    layer = Layer({"combine": "exact", "transport": transport}, True, TOKENS)
+    return caught(lambda: layer.dispatch(*layer.batch(0))())
+
+
+def test_a_transport_whose_start_exchange_returns_something_else_is_named():
+    for found in run(with_a_bad_transport, 2, transport=WithoutAnEnd()):
+        expected = (
+            "TypeError: ExpertParallel: the result of transport.start_exchange must be a function, but got Tensor"
+        )
+        assert found == expected
+    for found in run(with_a_bad_transport, 2, transport=WithAShortEnd()):
+        assert found.startswith(
+            "ValueError: ExpertParallel: the result of the function of transport.start_exchange must be"
+        )
