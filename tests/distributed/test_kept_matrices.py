@@ -5,15 +5,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import paddle
 import pytest
 from paddle.distributed.fleet.utils import mix_precision_utils, tensor_fusion_helper
 
 from paddle_moe_ops.backends import layers
-from paddle_moe_ops.expert_parallel import average_gradients, distributed_optimizer
+from paddle_moe_ops.expert_parallel import GradScaler, average_gradients, distributed_optimizer
 from paddle_moe_ops.nn import MoELayer, keep_float8_matrices
 from paddle_moe_ops.testing.equality import assert_bits_equal
+from tests.scenarios.test_kept_matrices import enabled_scaler
 
 from .fleet_grids import for_this_device
 from .fleets import start_fleet
@@ -22,7 +24,7 @@ from .test_fleet import reduced_and_scattered
 
 
 def train_with_and_without_kept_matrices() -> None:
-    """A rank without tokens in one micro-batch, and another optimizer for the router."""
+    """A rank without tokens in one micro-batch, another optimizer for the router, and a step that all ranks skip."""
     paddle.seed(5)
     group = paddle.distributed.get_group(0)
     options = {"combine": "reduced", "compute": "fp8_1x128", "num_shared_experts": 0}
@@ -39,13 +41,20 @@ def train_with_and_without_kept_matrices() -> None:
             assert keep_float8_matrices(layer) == 1
         else:
             layer.experts.float8_matrices = None
-        for _ in range(2):
-            for x in parts:
-                layer(x).square().sum().backward()
-            average_gradients(layer.parameters(), group)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.clear_grad()
+        with pytest.MonkeyPatch.context() as patch:
+            scaler = enabled_scaler(patch, functools.partial(GradScaler, group=group))
+            for step in range(3):
+                for x in parts:
+                    scaler.scale(layer(x).square().sum()).backward()
+                average_gradients(layer.parameters(), group)
+                if step == 1 and paddle.distributed.get_rank() == 1:
+                    layer.experts.down.grad.fill_(float("inf"))
+                before = layer.experts.down.numpy()
+                for optimizer in optimizers:
+                    scaler.step(optimizer)
+                    optimizer.clear_grad()
+                scaler.update()
+                assert (layer.experts.down.numpy() == before).all() == (step == 1)
         made.append({name: each.clone() for name, each in layer.state_dict().items()})
     for name, each in made[0].items():
         assert_bits_equal(each, made[1][name], what=name)

@@ -57,7 +57,7 @@ def test_every_operator_can_be_called_directly(direct):
     only_directly |= {"quantize_matrices", "layer_forward", "layer_backward"}
     only_directly |= {"layer_wgrads", "grouped_dgrad", "grouped_wgrad"}
     only_directly |= {"index_add"}  # test_paddlefleet.py
-    only_directly |= {"take_samples", "compare_samples"}  # tests/scenarios/test_kept_matrices.py
+    only_directly |= {"take_samples", "compare_samples"}  # tests/scenarios/test_unnoticed_writes.py
     assert sorted(f"pmo_{name}" for name in direct if name not in only_directly) == operator_names()
     assert len(only_directly) == 32
 

@@ -241,6 +241,31 @@ def test_a_backward_pass_keeps_the_forms_that_its_kernels_read():
     assert layers.LayerKernels(False).for_backward(forms[:4], False) == forms[:4]
 
 
+@pytest.mark.compiled_only
+@pytest.mark.parametrize("matrix", ["gate_up", "down"])
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=["float32", "bfloat16"])
+def test_unnoticed_writes_to_kept_matrices_give_nan_and_then_an_error(dtype, matrix, rng, place, monkeypatch):
+    """The device compares the matrices: on Hopper bfloat16 is for its kernels."""
+    monkeypatch.setenv("PADDLE_MOE_OPS_VALIDATE", "0")
+    layer, kept = Float8Layer(rng, SHAPE, dtype, form="by slot", sizes=(144, 128)), Float8Matrices()
+    leaves = layer.leaves(place)
+    routed = (layer.plan.slot_to_row >= 0).any(axis=1)
+    with paddle.no_grad():
+        due = layer.call(leaves, place)
+        for _ in range(2):
+            assert_bits_equal(layer.call(leaves, place, float8_matrices=kept), due, what="out")
+        parts = leaves[matrix][1:].clone(), leaves[matrix][:1].clone()
+        paddle.concat(parts, out=leaves[matrix])
+        made = to_numpy(layer.call(leaves, place, float8_matrices=kept)).astype(np.float32)
+        assert np.isnan(made[routed]).all()
+        assert not made[~routed].any()
+        with pytest.raises(ValueError, match=r"^moe_mlp: matrices with kept codes must be changed by calls that"):
+            layer.call(leaves, place, float8_matrices=kept)
+        kept.clear()
+        due = layer.call(leaves, place)
+        assert_bits_equal(layer.call(leaves, place, float8_matrices=kept), due, what="out after clear")
+
+
 def test_with_kept_matrices_tokens_that_were_changed_in_place_raise(rng, place, backend):
     layer = Float8Layer(rng, ODD)
     leaves = layer.leaves(place)
