@@ -170,7 +170,7 @@ def peers_of(problems: list[Problem], room: int, integers: bool = True) -> list[
 
 
 @OF_RANKS
-@pytest.mark.parametrize("room", [2, 200])
+@pytest.mark.parametrize("room", [2, pytest.param(200, marks=pytest.mark.slow)])
 def test_peers_drop_what_has_no_room_and_nothing_else(problems, room):
     check("reduced", peers_of(problems, room))
     check("exact", peers_of(problems, room))
