@@ -94,6 +94,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _heap_of_other_modules() -> None:
+    """It is left out as well: programs stay in Paddle's caches."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # for libraries that count their objects when Python ends
 

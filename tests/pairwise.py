@@ -36,6 +36,18 @@ def pairwise(
     return _mark(axes, covering([len(axis) for axis in axes.values()], nothing), indirect, others_are_slow)
 
 
+def pairwise_of(
+    *marks: pytest.MarkDecorator, empty: Mapping[str, Collection[Any]] | None = None, others_are_slow: bool = False
+) -> pytest.MarkDecorator:
+    """Return one mark for several of ``parametrize``: as `pairwise`, with their cases as the values of an axis each."""
+    axes: dict[str, Axis] = {}
+    for mark in marks:
+        (names, values), ids = mark.args, mark.kwargs.get("ids")
+        found: Sequence[str] = [(ids or _label)(value) for value in values] if ids is None or callable(ids) else ids
+        axes[names if isinstance(names, str) else ", ".join(names)] = dict(zip(found, values, strict=True))
+    return pairwise(axes, empty, others_are_slow=others_are_slow)
+
+
 def in_turn(axes: Mapping[str, Axis], *, indirect: Sequence[str] = ()) -> pytest.MarkDecorator:
     """Return a ``parametrize`` mark whose cases cover the values of each axis; other combinations are slow tests.
 

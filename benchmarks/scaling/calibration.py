@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -91,16 +92,14 @@ class Exchange:
 
 def exchanges_of(lines: Sequence[Measured]) -> list[Exchange]:
     """Give each measurement its traffic."""
-    traffic: dict[tuple[int, ...], Traffic] = {}
-    made = []
-    for line in lines:
-        key = line.tokens, line.experts, line.topk, line.ranks
-        if key not in traffic:
-            ids = [uniform_ids(rank, line.tokens, line.experts, line.topk) for rank in range(line.ranks)]
-            trace = Trace("uniform", line.experts, np.stack(ids))
-            traffic[key] = count(trace, Layout.of(line.ranks, line.ranks))
-        made.append(Exchange(line, traffic[key]))
-    return made
+    return [Exchange(line, uniform_traffic(line.tokens, line.experts, line.topk, line.ranks)) for line in lines]
+
+
+@functools.cache
+def uniform_traffic(tokens: int, experts: int, topk: int, ranks: int) -> Traffic:
+    """Return the traffic of a benchmark in one machine, whose tokens have even experts."""
+    ids = np.stack([uniform_ids(rank, tokens, experts, topk) for rank in range(ranks)])
+    return count(Trace("uniform", experts, ids), Layout.of(ranks, ranks))
 
 
 def calibrated(results: Path, exchanges: Path, *, without: str | None = None) -> Machine:

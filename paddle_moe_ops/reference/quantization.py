@@ -83,13 +83,15 @@ def quantize_128x128(w: NDArray, *, amax_min: float = 1e-4) -> tuple[NDArray, ND
         codes float8_e4m3fn [E, a, b], and scales float32 [E, ceil(a / 128), ceil(b / 128)].
     """
     experts, height, width = w.shape
-    high, wide = -(-height // GROUP), -(-width // GROUP)
-    filled = np.zeros((experts, high * GROUP, wide * GROUP), np.float32)
-    filled[:, :height, :width] = to_float32(w)
-    blocks = filled.reshape(experts, high, GROUP, wide, GROUP).swapaxes(2, 3)
-    codes, scales, _ = _quantize_groups(blocks.reshape(experts * high, wide, GROUP * GROUP), False, amax_min)
-    codes = codes.reshape(blocks.shape).swapaxes(2, 3).reshape(filled.shape)
-    return codes[:, :height, :width].copy(), scales.reshape(experts, high, wide)
+    values, codes = to_float32(w), np.empty(w.shape, ml_dtypes.float8_e4m3fn)
+    scales = np.empty((experts, -(-height // GROUP), -(-width // GROUP)), np.float32)
+    for row, column in np.ndindex(scales.shape[1:]):
+        place = np.s_[:, row * GROUP : (row + 1) * GROUP, column * GROUP : (column + 1) * GROUP]
+        block = values[place]
+        _, high, wide = block.shape
+        made, scale, _ = _quantize_groups(block.reshape(experts, 1, high * wide), False, amax_min)
+        codes[place], scales[:, row, column] = made.reshape(block.shape), scale[:, 0]
+    return codes, scales
 
 
 def dequantize_128x128(codes: NDArray, scales: NDArray, *, dtype: DTypeLike = ml_dtypes.bfloat16) -> NDArray:

@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike
 
 from paddle_moe_ops import reference
 
+from ..pairwise import pairwise_of
 from ..reference.cases import floats_of_every_kind
 from .binding import Core
 from .operators.matrices import dequantize_matrices, quantize_blocks
@@ -26,10 +27,14 @@ SHAPES = [(0, 3, 5), (2, 0, 5), (2, 3, 0), (1, 1, 1), (2, 128, 256), (3, 130, 27
 FORMS = {"as is": (True, False), "transposed": (False, True), "both": (True, True)}
 
 
-@pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
-@BY_DTYPE
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("amax_min", [2.0**-100, 1e-4])
+@pairwise_of(
+    pytest.mark.parametrize("amax_min", [2.0**-100, 1e-4]),
+    pytest.mark.parametrize("shape", SHAPES, ids=str),
+    BY_DTYPE,
+    pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS),
+    empty={"shape": SHAPES[:3]},
+    others_are_slow=True,
+)
 def test_blocks_have_the_codes_and_scales_of_the_rule(
     core: Core, rng: np.random.Generator, shape: tuple, dtype: DTypeLike, amax_min: float, forms: tuple[bool, bool]
 ) -> None:
@@ -43,10 +48,7 @@ def test_blocks_have_the_codes_and_scales_of_the_rule(
             np.testing.assert_array_equal(made[f"{prefix}scales"], scales)
 
 
-@BY_FORMAT
-@BY_LAYOUT
-@BY_DTYPE
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pairwise_of(pytest.mark.parametrize("shape", SHAPES, ids=str), BY_DTYPE, BY_LAYOUT, BY_FORMAT, others_are_slow=True)
 def test_values_are_those_of_the_oracle(
     core: Core, rng: np.random.Generator, shape: tuple, dtype: DTypeLike, transpose: bool, format: str
 ) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
 
+from ..pairwise import pairwise_of
 from ..params import SUM_DTYPES, Shape
 from ..reference.cases import assert_same_bits, assert_same_numbers, floats_of_every_kind, ordinary_floats
 from .binding import Core, CoreError
@@ -59,10 +60,13 @@ def check_permuted(
     assert_same_bits(scales, expected_scales)
 
 
-@by_layout
-@by_format
-@pytest.mark.parametrize("hidden", HIDDEN)
-@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=dtype_name)
+@pairwise_of(
+    pytest.mark.parametrize("dtype", SUM_DTYPES, ids=dtype_name),
+    pytest.mark.parametrize("hidden", HIDDEN),
+    by_format,
+    by_layout,
+    others_are_slow=True,
+)
 def test_rows_equal_the_oracle(core: Core, dtype: DTypeLike, hidden: int, ue8m0: bool, layout: str) -> None:
     for make in (floats_of_every_kind, ordinary_floats):
         check_rows(core, make((13, hidden), dtype, seed=hidden), layout, ue8m0=ue8m0)
@@ -316,10 +320,13 @@ def test_without_a_map_there_are_as_many_rows_as_tokens(core: Core) -> None:
 # ---- and back
 
 
-@by_layout
-@by_format
-@pytest.mark.parametrize("hidden", HIDDEN)
-@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=dtype_name)
+@pairwise_of(
+    pytest.mark.parametrize("dtype", SUM_DTYPES, ids=dtype_name),
+    pytest.mark.parametrize("hidden", HIDDEN),
+    by_format,
+    by_layout,
+    others_are_slow=True,
+)
 def test_dequantised_rows_equal_the_oracle(core: Core, dtype: DTypeLike, hidden: int, ue8m0: bool, layout: str) -> None:
     x = floats_of_every_kind((13, hidden), np.float32, seed=19)
     codes, scales = reference.quantize_1x128(x, ue8m0=ue8m0, scale_layout=layout)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import DTypeLike
 
-from ..pairwise import pairwise
+from ..pairwise import pairwise, pairwise_of
 from ..params import Shape
 from .binding import Core
 from .cases import (
@@ -49,6 +49,7 @@ def run_and_compare(core: Core, problem: Problem, num_threads: int = 0) -> None:
         "dtype": [np.int32, np.int64],
         "duplicates": ["first", "each"],
     },
+    {"shape": SHAPES[:1]},
     others_are_slow=True,
 )
 def test_maps_of_ids_equal_the_oracle(core: Core, shape: Shape, kind: str, dtype: DTypeLike, duplicates: str) -> None:
@@ -57,9 +58,12 @@ def test_maps_of_ids_equal_the_oracle(core: Core, shape: Shape, kind: str, dtype
     run_and_compare(core, problem)
 
 
-@pytest.mark.parametrize("topk", [None, 1, 5], ids=["all", "topk1", "topk5"])
-@pytest.mark.parametrize("dtype", [np.bool_, np.uint8], ids=["bool", "bytes"])
-@pytest.mark.parametrize("shape", [shape for shape in (*SHAPES, CHUNKED, UNEVEN) if shape.E >= 5], ids=str)
+@pairwise_of(
+    pytest.mark.parametrize("shape", [shape for shape in (*SHAPES, CHUNKED, UNEVEN) if shape.E >= 5], ids=str),
+    pytest.mark.parametrize("dtype", [np.bool_, np.uint8], ids=["bool", "bytes"]),
+    pytest.mark.parametrize("topk", [None, 1, 5], ids=["all", "topk1", "topk5"]),
+    others_are_slow=True,
+)
 def test_maps_of_a_mask_equal_the_oracle(core: Core, shape: Shape, dtype: DTypeLike, topk: int | None) -> None:
     shape = few_tokens_of_many_experts(shape) if topk is None else shape
     mask = make_mask(shape, seed=2).astype(dtype)

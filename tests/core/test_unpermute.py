@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from paddle_moe_ops import reference
 
+from ..pairwise import pairwise_of
 from ..params import SUM_DTYPES, Shape
 from ..reference.cases import (
     assert_same_bits,
@@ -63,9 +64,13 @@ def check(core: Core, plan: reference.Plan, rows: NDArray, num_threads: int = 0)
     assert_sums(out, reference.unpermute(rows, plan, slot_weights), plan, copies_single_rows=False)
 
 
-@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("kind", ["half_unassigned", "zipf"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pairwise_of(
+    pytest.mark.parametrize("shape", SHAPES, ids=str),
+    pytest.mark.parametrize("kind", ["half_unassigned", "zipf"]),
+    pytest.mark.parametrize("dtype", SUM_DTYPES, ids=dtype_name),
+    others_are_slow=True,
+    empty={"shape": SHAPES[:1]},
+)
 def test_sums_equal_the_oracle(core: Core, shape: Shape, kind: str, dtype: DTypeLike) -> None:
     plan = make_plan(kind, shape, seed=1)
     check(core, plan, floats_of_every_kind((plan.num_rows, shape.H), dtype, seed=2))

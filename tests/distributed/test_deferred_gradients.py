@@ -14,6 +14,7 @@ from paddle_moe_ops import discard_dw, flush_dw
 from paddle_moe_ops.expert_parallel import average_gradients
 from paddle_moe_ops.nn import MoELayer
 
+from ..pairwise import in_turn
 from .processes import run
 from .test_expert_parallel_errors import caught
 from .test_expert_parallel_layer import BATCHES, HIDDEN, Net, batch
@@ -46,8 +47,7 @@ def gradients(tokens: tuple[int, ...], defer_dw: bool, options: dict[str, Any]) 
     return [each.grad.numpy() for each in net.parameters()]
 
 
-@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize("tokens", BATCHES, ids=BATCHES.values())
+@in_turn({"options": FORMS, "tokens": {name: tokens for tokens, name in BATCHES.items()}})
 def test_gradients_have_the_bits_of_whole_backward_passes(tokens, options):
     due, made = (run(gradients, 2, tokens=tokens, defer_dw=each, options=options) for each in (False, True))
     for of_rank, expected in zip(made, due, strict=True):

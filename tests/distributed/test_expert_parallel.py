@@ -174,7 +174,7 @@ FEW_AND_MANY = pytest.mark.parametrize("room", [80, 300])
 
 
 @OF_RANKS
-@pytest.mark.parametrize("room", [2, 200, 300])
+@pytest.mark.parametrize("room", [2, pytest.param(200, marks=pytest.mark.slow), 300])
 def test_peers_drop_what_has_no_room_and_nothing_else(problems, room):
     check("reduced", peers_of(problems, room))
     check("exact", peers_of(problems, room))

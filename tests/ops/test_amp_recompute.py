@@ -17,6 +17,7 @@ from paddle.distributed.fleet.utils import recompute
 from paddle_moe_ops import dispatch, masked, moe_permute, moe_unpermute, permute, route, unpermute
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import backward, make_problem, ordinary, products_in_graphs_are, tensor
+from tests.pairwise import pairwise_of
 from tests.params import SMALL
 from tests.static.operators import operator_names
 
@@ -128,10 +129,12 @@ def test_mixed_precision_changes_no_bit(function, dtype, amp_dtype, level, rng, 
         assert_bits_equal(value, wanted, what=f"result {index}")
 
 
-@LEVELS
-@ROW_DTYPES
-@FUNCTIONS
-@pytest.mark.parametrize("listed", ["nowhere", "custom_white_list", "custom_black_list"])
+@pairwise_of(
+    pytest.mark.parametrize("listed", ["nowhere", "custom_white_list", "custom_black_list"]),
+    FUNCTIONS,
+    ROW_DTYPES,
+    LEVELS,
+)
 def test_mixed_precision_in_a_static_graph_changes_no_bit(listed, function, dtype, level, rng, place):
     inputs = inputs_of(function, rng, dtype)
     expected = run(function, inputs, place)

@@ -12,6 +12,7 @@ from paddle_moe_ops import moe_mlp, quantize_experts, route, use_backend
 from paddle_moe_ops.backends.quantized import FORMATS
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import tensor
+from tests.pairwise import in_turn
 
 E, K = 8, 2
 # Sizes on both sides of the limits where kernels, chunks and tiles change; the interpreter computes small ones alone.
@@ -48,8 +49,7 @@ def assert_one_result(batches, *arguments):
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("sizes", [(64, 32), (80, 48)], ids=str)
+@in_turn({"sizes": {"(64, 32)": (64, 32), "(80, 48)": (80, 48)}, "dtype": ["bfloat16", "float16"]})
 def test_kernels_of_triton(interpreted, sizes, dtype, rng):
     with use_backend("triton"):
         assert_one_result(INTERPRETED, rng, "cpu", dtype, sizes, moe_mlp)

@@ -16,6 +16,7 @@ from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.routing import calculate_topk
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import backward, tensor
+from tests.pairwise import pairwise_of
 from tests.params import SUM_DTYPES
 from tests.routers import Router, deepseek_v3, halves, nearly_nothing, routers
 
@@ -269,11 +270,13 @@ def test_a_bias_may_be_a_row(rng, place, backend):
         assert_bits_equal(got, wanted)
 
 
-@pytest.mark.parametrize("with_scores", [False, True], ids=["weights", "weights and scores"])
-@pytest.mark.parametrize("renormalize", [False, True], ids=["raw", "normed"])
-@BY_ACTIVATION
-@BY_TIME
-@BY_DTYPE
+@pairwise_of(
+    BY_DTYPE,
+    BY_TIME,
+    BY_ACTIVATION,
+    pytest.mark.parametrize("renormalize", [False, True], ids=["raw", "normed"]),
+    pytest.mark.parametrize("with_scores", [False, True], ids=["weights", "weights and scores"]),
+)
 def test_gradient_of_the_logits(dtype, pre_act, use_sigmoid, renormalize, with_scores, rng, place, backend):
     gating = rng.standard_normal((63, 24)).astype(dtype)
     bias, groups = rng.standard_normal(24).astype(np.float32), {"num_groups": 6, "topk_groups": 3}

@@ -59,7 +59,7 @@ def capacity_forms(capacity, place):
 
 
 @given(case=routings(), capacity=CAPACITIES, data=st.data())
-@settings(max_examples=400)
+@settings(max_examples=120)
 def test_plan_equals_the_oracle(case: Routing, capacity, data, place):
     form = data.draw(st.sampled_from([*capacity_forms(capacity, place).values()]))
     probs = optional_tensor(case.probs, place)

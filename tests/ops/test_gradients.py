@@ -23,7 +23,8 @@ from tests.ops.problems import (
     routings,
     tensor,
 )
-from tests.params import HIDDEN_SIZES, SHAPES, SMALL, SUM_DTYPES
+from tests.pairwise import pairwise_of
+from tests.params import EMPTY, HIDDEN_SIZES, SHAPES, SMALL, SUM_DTYPES
 
 dtypes = pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
 
@@ -116,9 +117,7 @@ def test_unpermute_equals_the_oracle(case: Routing, dtype, hidden, weights, seed
     check_unpermute(plan, y, draw_weights(rng, weights, plan), d_out, place)
 
 
-@weight_kinds
-@dtypes
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pairwise_of(pytest.mark.parametrize("shape", SHAPES, ids=str), dtypes, weight_kinds, empty={"shape": [EMPTY]})
 def test_unpermute_of_named_shapes(shape, dtype, weights, rng, place):
     plan = make_problem(rng, shape, dtype, "uniform").plan()
     y, d_out = ordinary(rng, (plan.num_rows, shape.H), dtype), ordinary(rng, (shape.T, shape.H), dtype)
@@ -278,19 +277,19 @@ combines = pytest.mark.parametrize("weighted", [False, True], ids=["plain", "wei
 compats = pytest.mark.parametrize("compat", [None, "paddle"], ids=["ours", "compat"])
 
 
-@combines
-@dtypes
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pairwise_of(pytest.mark.parametrize("shape", SHAPES, ids=str), dtypes, combines, empty={"shape": [EMPTY]})
 def test_moe_unpermute_of_named_shapes(shape, dtype, weighted, rng, place):
     arrays = moe_unpermute_arrays(rng, shape, dtype, "uniform")
     check_moe_unpermute(arrays, shape.E, ["rows", "probabilities"], place, weighted=weighted, compat=None)
 
 
-@compats
-@combines
-@dtypes
-@pytest.mark.parametrize(
-    "through", [["rows", "probabilities"], ["rows"], ["probabilities"]], ids=["both", "rows", "probabilities"]
+@pairwise_of(
+    pytest.mark.parametrize(
+        "through", [["rows", "probabilities"], ["rows"], ["probabilities"]], ids=["both", "rows", "probabilities"]
+    ),
+    dtypes,
+    combines,
+    compats,
 )
 def test_moe_unpermute_through_each_output(through, dtype, weighted, compat, rng, place, backend):
     arrays = moe_unpermute_arrays(rng, SMALL, dtype)

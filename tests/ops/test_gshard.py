@@ -17,6 +17,7 @@ from paddle_moe_ops.compat import gshard
 from paddle_moe_ops.reference import gshard as oracle
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import tensor
+from tests.pairwise import pairwise_of
 
 E = 7
 SHAPES = {"none": (0, 2), "one": (1,), "flat": (63,), "by token": (1025, 2), "in three dimensions": (5, 3, 4)}
@@ -77,10 +78,7 @@ def test_limit_by_capacity(dtype, num_experts, workers, rng, place):
         assert_bits_equal(room, capacity)
 
 
-@shapes
-@dtypes
-@skews
-@pytest.mark.parametrize("most", [1, 4, 2000])
+@pairwise_of(pytest.mark.parametrize("most", [1, 4, 2000]), skews, dtypes, shapes)
 def test_prune_gate_by_capacity(most, skew, dtype, shape, rng, place, backend):
     ids, counts = experts(rng, shape, dtype, skew), rng.integers(0, most, E).astype(np.int64)
     room = tensor(counts, place)

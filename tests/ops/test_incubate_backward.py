@@ -19,6 +19,7 @@ from paddle_moe_ops.reference import incubate_backward as oracle
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.tolerances import assert_close_sums, dot_chain, dtype_tols
 from tests.ops.problems import backward, ordinary, tensor
+from tests.pairwise import pairwise_of
 from tests.params import SUM_DTYPES
 
 T, H, E, K = 23, 7, 6, 3
@@ -47,10 +48,12 @@ def gate_problem(rng, capacity, use_pad, num_tokens=T):
     return len(rows), weights, index, ids
 
 
-@dtypes
-@capacities
-@pytest.mark.parametrize("index_dtype", [np.int32, np.int64])
-@pytest.mark.parametrize("use_pad", [True, False], ids=["padded", "not padded"])
+@pairwise_of(
+    pytest.mark.parametrize("use_pad", [True, False], ids=["padded", "not padded"]),
+    pytest.mark.parametrize("index_dtype", [np.int32, np.int64]),
+    capacities,
+    dtypes,
+)
 def test_gate_dispatch_grad(use_pad, index_dtype, capacity, dtype, rng, place, backend):
     num_rows, weights, index, ids = gate_problem(rng, capacity, use_pad)
     d_rows, d_weights = ordinary(rng, (num_rows, H), dtype), ordinary(rng, (T, K))
@@ -64,9 +67,7 @@ def test_gate_dispatch_grad(use_pad, index_dtype, capacity, dtype, rng, place, b
     assert all(each.stop_gradient for each in got)
 
 
-@dtypes
-@capacities
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pairwise_of(pytest.mark.parametrize("world_size", [1, 2, 3]), capacities, dtypes)
 def test_gate_dispatch_permute_grad(world_size, capacity, dtype, rng, place, backend):
     _, weights, index, ids = gate_problem(rng, capacity, True)
     d_rows = ordinary(rng, (E // world_size, world_size, capacity, H), dtype)
@@ -78,10 +79,12 @@ def test_gate_dispatch_permute_grad(world_size, capacity, dtype, rng, place, bac
     assert_bits_equal(got[1], expected[1])
 
 
-@dtypes
-@capacities
-@pytest.mark.parametrize("experts", [(0, E), (1, 4), (E - 1, E)], ids=["all", "some", "one without tokens"])
-@pytest.mark.parametrize("mode", ["padded", "not padded", "reverse"])
+@pairwise_of(
+    pytest.mark.parametrize("mode", ["padded", "not padded", "reverse"]),
+    pytest.mark.parametrize("experts", [(0, E), (1, 4), (E - 1, E)], ids=["all", "some", "one without tokens"]),
+    capacities,
+    dtypes,
+)
 def test_partial_dispatch_grad(mode, experts, capacity, dtype, rng, place, backend):
     ids = rng.integers(-1, E, (T, K)).astype(np.int32)
     weights = 1 + rng.random((T, K)).astype(np.float32)

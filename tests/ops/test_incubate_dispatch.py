@@ -18,6 +18,7 @@ from paddle_moe_ops.reference import incubate as oracle
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.tolerances import assert_close_sums, dot_chain, dtype_tols
 from tests.ops.problems import backward, ordinary, tensor
+from tests.pairwise import pairwise, pairwise_of
 from tests.params import SUM_DTYPES
 from tests.static.modes import plain_errors
 
@@ -57,10 +58,12 @@ def assert_sums(got, expected, magnitude, chain, what):
     assert_close_sums(got, expected, magnitude, dtype_tols(expected.dtype, chain), what=what)
 
 
-@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
-@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
-@capacities
-@paddings
+@pairwise_of(
+    paddings,
+    capacities,
+    pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"]),
+    pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str),
+)
 def test_gate_dispatch(use_pad, capacity, has_bias, dtype, rng, place, backend):
     x, gate = ordinary(rng, (T, H), dtype), scores(rng)
     bias = rng.integers(-4, 5, E).astype(np.float32) / 16 if has_bias else None
@@ -106,10 +109,12 @@ def test_gates_choose_by_values_of_which_a_softmax_would_be_equal(has_bias, scal
         assert_results(getattr(F, name)(*tensors, K, T, last), expected)
 
 
-@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
-@pytest.mark.parametrize("experts", [(0, E), (1, 4), (E - 1, E)], ids=["all", "some", "one without tokens"])
-@pytest.mark.parametrize("mode", ["padded", "not padded", "reverse"])
-@capacities
+@pairwise_of(
+    capacities,
+    pytest.mark.parametrize("mode", ["padded", "not padded", "reverse"]),
+    pytest.mark.parametrize("experts", [(0, E), (1, 4), (E - 1, E)], ids=["all", "some", "one without tokens"]),
+    pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str),
+)
 def test_partial_dispatch(capacity, mode, experts, dtype, rng, place, backend):
     x, ids, weights = ordinary(rng, (T, H), dtype), choices(rng), ordinary(rng, (T, K))
     options = capacity, E, mode == "padded", *experts, mode == "reverse"
@@ -221,10 +226,7 @@ def shared_rows_problem(rng, dtype):
     return x, weights, index, d_out
 
 
-@pytest.mark.parametrize("validate", ["0", "1"])
-@pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
+@pairwise({"dtype": SUM_DTYPES, "weighted": [False, True], "traced": [False, True], "validate": ["0", "1"]})
 @pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface")
 def test_slots_that_share_a_row_add_it(dtype, weighted, traced, validate, rng, place, backend, monkeypatch):
     monkeypatch.setenv("PADDLE_MOE_OPS_VALIDATE", validate)

@@ -16,6 +16,7 @@ from paddle_moe_ops import patched_paddle
 from paddle_moe_ops.reference import incubate_quant as oracle
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import ordinary, tensor
+from tests.pairwise import pairwise_of
 
 T, H, E, K = 23, 256, 6, 3
 BF16 = ml_dtypes.bfloat16
@@ -46,11 +47,13 @@ def quantised_rows(x, pow2, place):
     return codes.view("uint8").numpy(), scales.numpy()
 
 
-@powers
-@pytest.mark.parametrize("dtype", [BF16, np.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("capacity", [0, 4, 9, T])
-@pytest.mark.parametrize("use_pad", [True, False], ids=["padded", "not padded"])
+@pairwise_of(
+    pytest.mark.parametrize("use_pad", [True, False], ids=["padded", "not padded"]),
+    pytest.mark.parametrize("capacity", [0, 4, 9, T]),
+    pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"]),
+    pytest.mark.parametrize("dtype", [BF16, np.float16], ids=["bfloat16", "float16"]),
+    powers,
+)
 def test_results(use_pad, capacity, has_bias, dtype, pow2, rng, place, backend):
     x, gate = ordinary(rng, (T, H), dtype), scores(rng)
     bias = rng.integers(-4, 5, E).astype(np.float32) / 16 if has_bias else None

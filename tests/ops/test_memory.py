@@ -36,15 +36,6 @@ ROW_BYTES = K * TOKEN_BYTES
 SLACK = TOKEN_BYTES // 4  # maps and probabilities: a few KiB each
 
 
-@pytest.fixture(scope="module", autouse=True)
-def heap_of_other_tests():
-    """Left out when garbage is collected, which would take a second of each test."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def allocated_bytes() -> int:
     gc.collect()
     # Paddle counts its CPU memory but has no public function for it (paddle.device has them for GPUs).

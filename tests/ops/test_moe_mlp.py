@@ -18,7 +18,7 @@ from paddle_moe_ops.backends.experts import MoeMlp
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.interpreting import SHAPE
 from tests.ops.problems import make_problem, ordinary, plan_tensors, tensor
-from tests.pairwise import pairwise
+from tests.pairwise import in_turn, pairwise
 from tests.params import EMPTY, MANY_EXPERTS, ODD, ONE_TOKEN, PADDED, SUM_DTYPES
 
 D, N = 10, 6
@@ -128,8 +128,7 @@ def test_interpreted_kernels_with_gradients(interpreted, transpose, keep, form, 
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("keep", ["h", "x"])
-@pytest.mark.parametrize("form", FORMS)
+@in_turn({"form": FORMS, "keep": ["h", "x"]})
 def test_weights_by_slot_take_one_more_launch_forward_and_none_backward(interpreted, form, keep, rng):
     """Without kernels for Hopper, whose product makes SwiGLU's gradient and so saves the eighth."""
     with use_backend("triton"):

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from paddle_moe_ops import moe_unpermute, reference
 from paddle_moe_ops.testing.equality import assert_all_bits_equal, assert_bits_equal
 from tests.ops.problems import SEEDS, every_kind, ids_and_experts, make_problem, ordinary, tensor
-from tests.params import HIDDEN_SIZES, MOST_EXPERTS, SHAPES, SMALL, SUM_DTYPES
+from tests.pairwise import pairwise_of
+from tests.params import EMPTY, HIDDEN_SIZES, MOST_EXPERTS, SHAPES, SMALL, SUM_DTYPES
 
 NAMES = ("hidden_states", "expert_prob_topk")
 OPTIONS = [
@@ -48,7 +49,7 @@ def draw_rowmap(rng: np.random.Generator, kind: str, plan: reference.Plan) -> np
     alignment=st.sampled_from([1, 2, 16]),
     seed=SEEDS,
 )
-@settings(max_examples=500)
+@settings(max_examples=120)
 def test_outputs_equal_the_oracle(
     ids_and_experts, dtype, hidden, kind, weighted, compat, column, alignment, seed, place
 ):
@@ -72,9 +73,12 @@ def clean_call(rng, shape, dtype, routing="half_unassigned", draw=ordinary):
     return (draw(rng, (plan.num_rows, shape.H), dtype), reference.plan_to_rowmap(plan), problem.ids, plan.row_probs)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("routing", ["uniform", "all_to_one", "half_unassigned", "all_unassigned"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pairwise_of(
+    pytest.mark.parametrize("shape", SHAPES, ids=str),
+    pytest.mark.parametrize("routing", ["uniform", "all_to_one", "half_unassigned", "all_unassigned"]),
+    pytest.mark.parametrize("options", [each.values[0] for each in OPTIONS], ids=[each.id for each in OPTIONS]),
+    empty={"shape": [EMPTY], "routing": ["all_unassigned"]},
+)
 def test_outputs_of_named_shapes(shape, routing, options, rng, place):
     arrays = clean_call(rng, shape, SUM_DTYPES[2], routing)
     outputs = moe_unpermute(*(tensor(array, place) for array in arrays), shape.T, shape.E, **options, validate=True)

@@ -188,7 +188,12 @@ def assert_same(made, expected):
 
 @pytest.mark.parametrize(
     ("form", "keep", "transpose"),
-    [("by slot", "h", False), ("by row", "x", True), ("flat by slot", "h", True), ("none", "x", False)],
+    [
+        ("by slot", "h", False),
+        ("by row", "x", True),
+        pytest.param("flat by slot", "h", True, marks=pytest.mark.slow),
+        pytest.param("none", "x", False, marks=pytest.mark.slow),
+    ],
 )
 def test_repeated_layers_have_the_bits_of_the_first_call_and_of_pythons_repeat(card, rng, form, keep, transpose):
     layer = Layer(rng, SHAPE, np.float16, transpose=transpose, form=form, sizes=(40, 24))

@@ -18,6 +18,7 @@ from paddle_moe_ops.reference import paddlefleet as oracle
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.paddle_table import recorded
 from tests.ops.problems import every_kind, make_problem, ordinary, tensor
+from tests.pairwise import pairwise_of
 from tests.params import FLOAT8_DTYPES, SUM_DTYPES, Shape
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -41,9 +42,7 @@ class Routed:
         _, self.rowmap, _, _ = moe_permute(*given, E, self.counts, alignment, do_gather=False)
 
 
-@pytest.mark.parametrize("dtype", [*SUM_DTYPES, *FLOAT8_DTYPES], ids=str)
-@alignments
-@tokens
+@pairwise_of(tokens, alignments, pytest.mark.parametrize("dtype", [*SUM_DTYPES, *FLOAT8_DTYPES], ids=str))
 def test_gathered_rows_of_an_expert(num_tokens, alignment, dtype, rng, place, backend):
     routed = Routed(rng, num_tokens, alignment, place, dtype, hidden=130)
     scale = rng.standard_normal((num_tokens, 2)).astype(np.float32)
@@ -205,10 +204,12 @@ def addends(rng, num_tokens, num_rows, hidden, zipped_dtype, dtype, repeats=Fals
     return zipped, every_kind(rng, (len(index) + 1, hidden), dtype), index
 
 
-@pytest.mark.parametrize("repeats", [False, True], ids=["each token once", "some tokens again"])
-@pytest.mark.parametrize("hidden", [1, 4, 130])
-@pairs
-@tokens
+@pairwise_of(
+    tokens,
+    pairs,
+    pytest.mark.parametrize("hidden", [1, 4, 130]),
+    pytest.mark.parametrize("repeats", [False, True], ids=["each token once", "some tokens again"]),
+)
 def test_rows_are_added_in_place(num_tokens, zipped_dtype, dtype, hidden, repeats, rng, place):
     zipped, rows, index = addends(rng, num_tokens, num_tokens, hidden, zipped_dtype, dtype, repeats)
     target = tensor(zipped, place)

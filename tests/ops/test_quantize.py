@@ -36,6 +36,7 @@ from tests.ops.problems import (
     routings,
     tensor,
 )
+from tests.pairwise import pairwise_of
 from tests.params import SHAPES, SMALL, SUM_DTYPES
 from tests.static.modes import plain_errors
 
@@ -54,10 +55,7 @@ def assert_quantized(got: tuple[paddle.Tensor, Any], expected: tuple[Any, Any]) 
         assert actual.stop_gradient
 
 
-@by_layout
-@by_format
-@by_dtype
-@pytest.mark.parametrize("hidden", [1, 72, 200, 640])
+@pairwise_of(pytest.mark.parametrize("hidden", [1, 72, 200, 640]), by_dtype, by_format, by_layout)
 def test_rows_equal_the_oracle(hidden, dtype, quantize, layout, rng, place, backend):
     options = {"ue8m0": FORMATS[quantize], "scale_layout": layout}
     x = every_kind(rng, (11, hidden), dtype)

@@ -19,7 +19,7 @@ from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import every_kind, ordinary, tensor
 from tests.ops.test_float8_mlp import Float8Layer, assert_near
 from tests.ops.test_moe_mlp import Layer
-from tests.pairwise import pairwise
+from tests.pairwise import pairwise, pairwise_of
 from tests.params import EMPTY, MANY_EXPERTS, ODD, ONE_TOKEN, PADDED
 
 pytestmark = pytest.mark.compiled_only
@@ -35,10 +35,12 @@ def bytes_of(codes):
     return to_numpy(codes.view("uint8"))
 
 
-@BY_FORMAT
-@BY_LAYOUT
-@BY_DTYPE
-@pytest.mark.parametrize("sizes", [(1, 1), (7, 3), (128, 64), (300, 130)], ids=str)
+@pairwise_of(
+    pytest.mark.parametrize("sizes", [(1, 1), (7, 3), (128, 64), (300, 130)], ids=str),
+    BY_DTYPE,
+    BY_LAYOUT,
+    BY_FORMAT,
+)
 def test_codes_are_those_of_the_oracle(sizes, dtype, transpose, format, rng, place):
     """Numbers of every kind: subnormals, infinities and NaN among them."""
     hidden, inner = sizes

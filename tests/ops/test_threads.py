@@ -100,10 +100,10 @@ def alone(place) -> str:
 @pytest.mark.parametrize(
     ("env", "threads"),
     [
-        ({"PADDLE_MOE_OPS_NUM_THREADS": "2"}, 2),
+        pytest.param({"PADDLE_MOE_OPS_NUM_THREADS": "2"}, 2, marks=pytest.mark.slow),
         ({"PADDLE_MOE_OPS_NUM_THREADS": "5", "OMP_NUM_THREADS": "2"}, 5),
         ({"OMP_NUM_THREADS": "3"}, 3),
-        ({"OMP_NUM_THREADS": "1"}, 1),
+        pytest.param({"OMP_NUM_THREADS": "1"}, 1, marks=pytest.mark.slow),
         ({}, None),
     ],
     ids=lambda value: " ".join(f"{name}={text}" for name, text in value.items()) if isinstance(value, dict) else "",

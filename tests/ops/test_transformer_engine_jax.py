@@ -15,6 +15,7 @@ from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.masked_model import model_of
 from tests.ops.problems import backward, every_kind, ordinary, tensor
 from tests.ops.test_transformer_engine import blanked, with_zeros
+from tests.pairwise import pairwise_of
 from tests.params import SUM_DTYPES
 
 B, S, E, H = 3, 7, 5, 8
@@ -31,10 +32,12 @@ def test_the_module_has_every_function_of_dispatch():
         assert [key for key in own if key in positional] == positional
 
 
-@pytest.mark.parametrize("batched", [False, True], ids=["tokens", "batches"])
-@pytest.mark.parametrize("align", [None, 1, 16])
-@pytest.mark.parametrize("mask_dtype", [np.bool_, np.int32, np.float32], ids=lambda dtype: dtype.__name__)
-@dtypes
+@pairwise_of(
+    dtypes,
+    pytest.mark.parametrize("mask_dtype", [np.bool_, np.int32, np.float32], ids=lambda dtype: dtype.__name__),
+    pytest.mark.parametrize("align", [None, 1, 16]),
+    pytest.mark.parametrize("batched", [False, True], ids=["tokens", "batches"]),
+)
 def test_there_and_back(dtype, mask_dtype, align, batched, rng, place, backend):
     mask = rng.random((T, E)) < 0.4
     routed = int(mask.sum())

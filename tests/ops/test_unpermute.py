@@ -24,7 +24,8 @@ from tests.ops.problems import (
     routings,
     tensor,
 )
-from tests.params import HIDDEN_SIZES, ROW_DTYPES, SHAPES, SMALL, SUM_DTYPES
+from tests.pairwise import pairwise_of
+from tests.params import EMPTY, HIDDEN_SIZES, ROW_DTYPES, SHAPES, SMALL, SUM_DTYPES
 
 WEIGHTS = ["plain", "by row", "by slot"]
 
@@ -42,7 +43,7 @@ def draw_weights(rng, kind, plan, draw=every_kind):
     weights=st.sampled_from(WEIGHTS),
     seed=SEEDS,
 )
-@settings(max_examples=300)
+@settings(max_examples=120)
 def test_sums_equal_the_oracle(case: Routing, dtype, hidden, weights, seed, place):
     rng = np.random.default_rng(seed)
     plan = case.oracle()
@@ -63,9 +64,12 @@ def test_sums_of_every_width_and_dtype(hidden, dtype, weights, rng, place):
     assert_bits_equal(out, reference.unpermute(y, plan, probs), any_nan=True)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("routing", ["all_to_one", "uniform", "all_unassigned", "expert_parallel_sparse"])
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pairwise_of(
+    pytest.mark.parametrize("weights", WEIGHTS),
+    pytest.mark.parametrize("routing", ["all_to_one", "uniform", "all_unassigned", "expert_parallel_sparse"]),
+    pytest.mark.parametrize("shape", SHAPES, ids=str),
+    empty={"shape": [EMPTY], "routing": ["all_unassigned"]},
+)
 def test_sums_of_named_shapes(shape, routing, weights, rng, place):
     problem = make_problem(rng, shape, SUM_DTYPES[2], routing)
     plan = problem.plan()

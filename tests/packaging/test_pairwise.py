@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.pairwise import covering, in_turn, pairwise
+from tests.pairwise import covering, in_turn, pairwise, pairwise_of
 
 
 def pairs_of(cases):
@@ -70,3 +70,25 @@ def test_in_turn_each_value_has_a_case_and_other_combinations_are_slow():
     assert [each.values for each in cases if not each.marks] == [(0, "float16"), (5, "int32"), (7, "float16")]
     slow = [(each.id, each.values) for each in cases if each.marks]
     assert slow == [("0-int", (0, "int32")), ("5-half", (5, "float16")), ("7-int", (7, "int32"))]
+
+
+def test_marks_are_joined_with_their_ids():
+    marks = (
+        pytest.mark.parametrize("T", [0, 7], ids=["none", "some"]),
+        pytest.mark.parametrize(("K", "E"), [(1, 3), (2, 5)], ids=str),
+        pytest.mark.parametrize("dtype", [np.dtype("float16"), np.int32]),
+    )
+    names, cases = pairwise_of(*marks).args
+    assert names == ["T", "K", "E", "dtype"]
+    assert [each.id for each in cases] == [
+        "none-(1, 3)-float16",
+        "none-(2, 5)-int32",
+        "some-(1, 3)-int32",
+        "some-(2, 5)-float16",
+    ]
+    slow = [each.id for each in pairwise_of(*marks, others_are_slow=True).args[1] if each.marks]
+    assert len(slow) == 4
+    values = [each.values for each in pairwise_of(*marks, empty={"T": [0]}).args[1]]
+    assert [case[1:] for case in values if case[0]] == [
+        (*ke, dtype) for ke in ((1, 3), (2, 5)) for dtype in marks[2].args[1]
+    ]

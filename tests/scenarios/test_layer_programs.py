@@ -18,6 +18,8 @@ from tests.ops.dense import Options, assert_close, assert_same, dense_layer, par
 from tests.params import COPIES
 from tests.static.modes import plain_errors, predictor_of
 
+from ..pairwise import in_turn
+
 pytestmark = [
     pytest.mark.long,
     pytest.mark.usefixtures("place"),
@@ -27,7 +29,8 @@ pytestmark = [
 ]
 
 H, I, E, K = 12, 6, 8, 3  # noqa: E741
-BOTH_WAYS = pytest.mark.parametrize("full_graph", [True, False], ids=["full_graph", "bytecode"])
+WAYS = {"full_graph": True, "bytecode": False}
+BOTH_WAYS = pytest.mark.parametrize("full_graph", WAYS.values(), ids=WAYS)
 LAYERS = {
     "plain": {},
     "everything": {
@@ -113,8 +116,7 @@ def test_layers_of_different_sizes_are_traced_by_turns(full_graph):
             assert_close(traced_results(traced, x), results(layer, x, layer))
 
 
-@BOTH_WAYS
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@in_turn({"scoring": ["softmax", "sigmoid"], "full_graph": WAYS})
 def test_losses_and_counts_inside_of_a_traced_function(scoring, full_graph):
     layer = MoELayer(H, I, E, K, scoring=scoring, capacity_factor=0.75)
     options = {7: Options(K, scoring=scoring, capacity=2), 40: Options(K, scoring=scoring, capacity=12)}
@@ -142,8 +144,7 @@ def test_losses_and_counts_inside_of_a_traced_function(scoring, full_graph):
         assert np.array(load).tolist() == np.bincount(found.ids.ravel(), minlength=E).tolist()
 
 
-@BOTH_WAYS
-@pytest.mark.parametrize("capacity_factor", [None, 0.75])
+@in_turn({"capacity_factor": [None, 0.75], "full_graph": WAYS})
 def test_padding_tokens_of_a_traced_layer_are_left_out(capacity_factor, full_graph):
     layer = MoELayer(H, I, E, K, capacity_factor=capacity_factor)
 

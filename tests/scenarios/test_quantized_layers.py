@@ -84,21 +84,23 @@ def test_a_state_of_codes_is_not_taken_for_one_of_weights():
     assert {"experts.gate_up_codes", "experts.down_scales"} <= set(unexpected)
 
 
-@BY_FORMAT
-def test_a_saved_program_holds_codes_and_runs_in_a_fresh_process(format, tmp_path):
-    layer = new_layer().quantize_experts(format)
+def test_saved_programs_hold_codes_and_run_in_a_fresh_process(tmp_path):
     spec = [paddle.static.InputSpec([None, H], "float32")]
-    paddle.jit.save(paddle.jit.to_static(layer, full_graph=True, input_spec=spec), str(tmp_path / "layer"))
-    size = (tmp_path / "layer.pdiparams").stat().st_size
-    elements = 3 * E * H * INNER
-    others = 4 * sum(each.size for name, each in layer.named_parameters())
-    assert size - others < elements * (0.5 if "int4" in format else 1) + 40 * E * (H + 2 * INNER)
-    x = paddle.randn([7, H])
-    np.savez(tmp_path / "arrays.npz", x=to_numpy(x), due=to_numpy(layer(x)))
+    for format in FORMATS:
+        layer = new_layer().quantize_experts(format)
+        paddle.jit.save(paddle.jit.to_static(layer, full_graph=True, input_spec=spec), str(tmp_path / format))
+        size = (tmp_path / f"{format}.pdiparams").stat().st_size
+        elements = 3 * E * H * INNER
+        others = 4 * sum(each.size for name, each in layer.named_parameters())
+        assert size - others < elements * (0.5 if "int4" in format else 1) + 40 * E * (H + 2 * INNER)
+        x = paddle.randn([7, H])
+        np.savez(tmp_path / f"{format}.npz", x=to_numpy(x), due=to_numpy(layer(x)))
     program = f"""
 import numpy as np, paddle, paddle_moe_ops
-layer, arrays = paddle.jit.load({str(tmp_path / "layer")!r}), np.load({str(tmp_path / "arrays.npz")!r})
-assert (layer(paddle.to_tensor(arrays["x"])).numpy() == arrays["due"]).all()
+for format in {[*FORMATS]}:
+    path = {str(tmp_path)!r} + "/" + format
+    layer, arrays = paddle.jit.load(path), np.load(path + ".npz")
+    assert (layer(paddle.to_tensor(arrays["x"])).numpy() == arrays["due"]).all(), format
 """
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     subprocess.run([sys.executable, "-c", program], check=True, env=environment)

@@ -16,18 +16,20 @@ from paddle_moe_ops.nn import MoELayer, SwiGLUExperts
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.dense import assert_close, results
 
+from ..pairwise import in_turn, pairwise
 from .operations import FLOAT8_EXPERTS, OPERATIONS, T, loss_of, make_inputs
 
 pytestmark = pytest.mark.long
 
 H, I, E, K, A = 12, 6, 3, 2, 4  # noqa: E741
-NOTHING = pytest.mark.parametrize(("tokens", "routed"), [(0, True), (T, False)], ids=["no tokens", "no rows"])
+WITHOUT = {"no tokens": (0, True), "no rows": (T, False)}
+NOTHING = pytest.mark.parametrize(("tokens", "routed"), WITHOUT.values(), ids=WITHOUT)
 BY = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "hooks"])
 # Interpreted kernels take long; the other way is a slow test.
 BY_HOOKS = pytest.mark.parametrize(
     "use_reentrant", [pytest.param(True, marks=pytest.mark.slow), False], ids=["reentrant", "hooks"]
 )
-ALL = pytest.mark.parametrize("operation", [*OPERATIONS, FLOAT8_EXPERTS], ids=str)
+EVERY_OPERATION = {"operation": {str(each): each for each in (*OPERATIONS, FLOAT8_EXPERTS)}, "tokens, routed": WITHOUT}
 
 
 def check_operation(operation, tokens, routed, use_reentrant, place):
@@ -46,16 +48,13 @@ def check_operation(operation, tokens, routed, use_reentrant, place):
         assert_bits_equal(got[name], expected[name], what=name)
 
 
-@BY
-@NOTHING
-@ALL
+@pairwise({**EVERY_OPERATION, "use_reentrant": {"reentrant": True, "hooks": False}}, others_are_slow=True)
 def test_every_operation(operation, tokens, routed, use_reentrant, place, backend):
     check_operation(operation, tokens, routed, use_reentrant, place)
 
 
 @BY_HOOKS
-@NOTHING
-@ALL
+@in_turn(EVERY_OPERATION)
 @pytest.mark.cpu_only
 def test_every_operation_on_interpreted_kernels(operation, tokens, routed, use_reentrant, interpreted):
     with use_backend("triton"):
@@ -131,7 +130,14 @@ SOME_PAIRS = [
     pytest.param(layer, plan, marks=[pytest.mark.slow] * (([*LAYERS].index(layer) + [*PLANS].index(plan)) % 2))
     for layer, plan in PAIRS
 ]
-BY_LAYER_AND_PLAN = pytest.mark.parametrize(("layer", "plan"), PAIRS)
+BY_LAYER_AND_PLAN = pytest.mark.parametrize(
+    ("layer", "plan", "use_reentrant"),
+    [
+        pytest.param(layer, plan, way, id=f"{layer}-{plan}-{name}", marks=[pytest.mark.slow] * (index % 2 != way))
+        for index, (layer, plan) in enumerate(PAIRS)
+        for name, way in (("reentrant", True), ("hooks", False))
+    ],
+)
 
 
 def check_layer(layer, plan, use_reentrant, dtype="float32"):
@@ -144,7 +150,6 @@ def check_layer(layer, plan, use_reentrant, dtype="float32"):
     assert_close(results(layer, x, lambda x: recompute(layer, x, plan, use_reentrant=use_reentrant)), expected)
 
 
-@BY
 @BY_LAYER_AND_PLAN
 def test_layers_of_experts(layer, plan, use_reentrant, place, backend):
     check_layer(layer, plan, use_reentrant)

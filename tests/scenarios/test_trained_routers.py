@@ -22,12 +22,11 @@ from .modes import Gradients, assert_same_gradients, dygraph, recomputed, static
 PROGRAMS = (*plan_programs.PROGRAMS, *family_programs.PROGRAMS)
 ALL = pytest.mark.parametrize("program", PROGRAMS, ids=str)
 IN_GRAPHS = [each for each in PROGRAMS if each.in_static_graphs]
-# Each program by syntax or by bytecode, in turn; the others are slow tests.
+# Every second program, by syntax or by bytecode in turn; the others are slow tests.
 TO_STATIC = [
-    pytest.param(program, index % 2 != turn, id=f"{program}-{name}", marks=marks)
-    for turn, marks in enumerate(([], [pytest.mark.slow]))
+    pytest.param(program, full_graph, id=f"{program}-{name}", marks=[pytest.mark.slow] * (index % 4 != 2 * full_graph))
+    for name, full_graph in (("full_graph", True), ("bytecode", False))
     for index, program in enumerate(IN_GRAPHS)
-    for name in ["full_graph" if index % 2 != turn else "bytecode"]
 ]
 STATIC = pytest.mark.parametrize("program", IN_GRAPHS, ids=str)
 EVERY_SECOND = [

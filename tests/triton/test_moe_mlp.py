@@ -17,7 +17,7 @@ from paddle_moe_ops.triton.gemm import mlp as launchers
 from paddle_moe_ops.triton.gemm.configs import GemmConfig
 from paddle_moe_ops.triton.gemm.mlp import moe_mlp, moe_mlp_backward
 from paddle_moe_ops.triton.gemm.types import Groups, Layer, Tokens
-from tests.pairwise import in_turn, pairwise
+from tests.pairwise import in_turn
 from tests.reference.cases import assert_same_bits
 
 pytestmark = pytest.mark.long
@@ -160,7 +160,7 @@ def assert_all_same(made: list[NDArray], due: list[NDArray]) -> None:
         assert_same_bits(without_sign_of_zero(got), without_sign_of_zero(expected))
 
 
-@pairwise({"case": CASES, "transpose": LAYOUTS, "config": COPIES}, others_are_slow=True)
+@in_turn({"case": CASES, "transpose": LAYOUTS, "config": COPIES})
 def test_exact_sums_have_the_bits_of_the_oracle(rng, gpu, tiles, case, transpose, config):
     tiles(config)
     problem = Problem(rng, case, ml_dtypes.bfloat16, transpose)
@@ -237,8 +237,7 @@ def test_random_numbers_are_within_the_bound_of_what_is_rounded(rng, gpu, tiles,
         assert error <= 4 * float(ml_dtypes.finfo(dtype).eps) * np.linalg.norm(expected.astype(np.float64))
 
 
-@pytest.mark.parametrize("keeps", [True, False], ids=["keeping h", "keeping x"])
-@pytest.mark.parametrize("gathers", [False, True], ids=["by windows", "gathered"])
+@in_turn({"gathers": {"by windows": False, "gathered": True}, "keeps": {"keeping h": True, "keeping x": False}})
 def test_no_array_has_the_rows_of_all_tokens(rng, gpu, tiles, monkeypatch, gathers, keeps):
     """Arrays beside the results: H, one array of the size of A, tables, and the buffer."""
     tiles(SMALL_TILES, gathers)
