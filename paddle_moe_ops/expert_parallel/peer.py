@@ -212,6 +212,9 @@ def _few_tokens_leg(channel: TokenChannel, ids: Tensor, step: Step, found: list[
         slot, sizes = channel.slot(), (channel.experts_per_rank, channel.capacity)
         beside = slot.beside, slot.beside_of_peers
         calls, *made = channel.exchange("rank_dispatch", step, (x, ids, probs), slot.rows, beside, *sizes)
+        if x.place.is_cpu_place():
+            # A rank that has missed a dispatch meets the others' next one here, and all raise. GPUs cannot go on.
+            channel.wait(step)
         tokens, their_ids, their_probs, rows, token_rows, dropped, routed, *maps = made
         plan = plan_of(maps, their_ids.shape[0], channel.topk, channel.experts_per_rank)
         found.append(ArrivedTokens(plan, dropped, routed, _Trip(channel, step.call, ids, token_rows, rows, calls)))
