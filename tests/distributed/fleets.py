@@ -20,7 +20,7 @@ from paddle.distributed.fleet.base import topology
 
 from tests.distributed.processes import reserve_port
 
-_GUIDE = Path(__file__).resolve().parents[2] / "docs" / "expert_parallel_fleet.md"
+_DOCS = Path(__file__).resolve().parents[2] / "docs"
 _DEGREES = ("dp_degree", "sharding_degree", "mp_degree", "pp_degree", "sep_degree")
 _topologies: dict[Any, Any] = {}  # of this process, since groups take time to connect
 _stores: list[Any] = []  # a group on a GPU connects at its first exchange, to the store that rank 0 keeps
@@ -88,9 +88,10 @@ def scale_on_a_cpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(paddle.amp.grad_scaler, "_dygraph_tracer", lambda: tracer)
 
 
-def code_of_guide(heading: str) -> list[str]:
+def code_of_guide(heading: str, page: str = "expert_parallel_fleet.md") -> list[str]:
     """Run the program of a section of the guide, which several processes start; gives the names that it defines."""
-    section = _GUIDE.read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    text = (_DOCS / page).read_text(encoding="utf-8")
+    section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     (code,) = re.findall(r"^```py\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
     topology._HYBRID_PARALLEL_GROUP = None
     names: dict[str, Any] = {}

@@ -16,6 +16,7 @@ from paddle_moe_ops.expert_parallel import ExpertParallel
 from paddle_moe_ops.nn import MoELayer
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
+from .fleets import code_of_guide
 from .problems import scaled
 from .processes import run
 
@@ -96,3 +97,8 @@ def test_a_served_layer_gives_each_step_what_it_gives_alone(format):
         alone = run(served, 2, format=format, order=[step])
         for rank in range(2):
             assert_bits_equal(together[rank][place], alone[rank][0])
+
+
+def test_the_guides_program_runs():
+    for names in run(code_of_guide, 2, heading="Several ranks", page="serving.md"):
+        assert "out" in names

@@ -53,6 +53,7 @@ def test_no_code_is_written_in_a_way_that_no_test_runs():
         "integrations_measured.md": {"text"},
         "expert_parallel_training.md": {"py", "python"},
         "expert_parallel_fleet.md": {"py"},
+        "serving.md": {"py", "python"},
     }
     pages = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
     kinds = {
