@@ -191,13 +191,15 @@ WAYS = [
     ("triton", columns),
     ("triton", transposed),
 ]
-# Interpreted kernels take long: in CI they run one layout of every second function that others rename or put together.
+# In CI named backends run one layout of the functions that others rename or put together. Interpreted kernels take
+# long, so they run every second of these.
 FRONTS = ("compat.", "expert_parallel", "nn.", "paddle.")
-OF_TRITON = [name for name in map(str, EVERY_CALL) if not name.startswith(FRONTS)][::2]
+OF_BACKENDS = [name for name in map(str, EVERY_CALL) if not name.startswith(FRONTS)]
 
 
 def marks_of(call: Any, on: str, layout: Any) -> list[pytest.MarkDecorator]:
-    is_slow = on == "triton" and (layout is transposed or str(call) not in OF_TRITON)
+    chosen = OF_BACKENDS[::2] if on == "triton" else OF_BACKENDS
+    is_slow = on != "automatic" and (layout is transposed or str(call) not in chosen)
     return [pytest.mark.slow] * is_slow
 
 

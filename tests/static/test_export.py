@@ -74,7 +74,14 @@ def predict(predictor: inference.Predictor, inputs: Inputs) -> list[NDArray]:
     return [predictor.get_output_handle(name).copy_to_cpu() for name in predictor.get_output_names()]
 
 
-@pytest.mark.parametrize("case", CASES_TO_SAVE, ids=str)
+# Every second case: test_static_graph.py runs all as programs.
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=[pytest.mark.slow] * (index % 2))
+        for index, case in enumerate(CASES_TO_SAVE)
+    ],
+)
 def test_saved_program_has_the_results_of_dygraph(case, tmp_path, rng, place):
     case = exportable(case)
     model = save(case, tmp_path)
