@@ -36,7 +36,9 @@ EVERY_CALL = [*CALLS, *FURTHER_CALLS, *OTHER_CALLS]
 OTHER_MAPS = maps_of(np.where(IDS[::-1] >= 0, E - 1 - IDS[::-1], IDS[::-1]))
 ANEW = {id(each): other for each, other in zip(MAPS, OTHER_MAPS, strict=True)}
 # Methods of transports, which tests/distributed call with their own.
-OF_TRANSPORTS = ("paddle_moe_ops.expert_parallel.protocol.", "paddle_moe_ops.expert_parallel.deep_ep.")
+OF_TRANSPORTS = tuple(
+    f"paddle_moe_ops.expert_parallel.{name}." for name in ("protocol", "deep_ep", "hybrid_ep", "exchanges")
+)
 # Their arguments are what they write to, or states that tests/distributed gather and compare.
 WRITE_OR_MOVE = {
     *OF_MEMORY,
