@@ -13,7 +13,6 @@ PYTEST_ARGS ?=
 SERIES_ARGS ?=
 CUDA_BUILD_ARGS ?=
 CORE_TESTS ?= tests/core
-SANITIZE_OPTIMIZATION ?= -O1
 COVERAGE_TESTS ?= tests/reference tests/ops tests/packaging tests/static tests/scenarios tests/distributed tests/triton
 
 PY := $(VENV)/bin/python
@@ -26,7 +25,7 @@ CORE_SOURCES := $(wildcard $(CSRC)/common/*.cc $(CSRC)/cpu/*.cc $(CSRC)/layer/*.
 # -ffp-contract=off: sums are the same bits on every compiler.
 CORE_FLAGS := -std=c++17 -fPIC -pthread -fvisibility=hidden -ffp-contract=off -Wall -Wextra -Werror -I$(CSRC)/include -I$(CSRC)
 RELEASE_FLAGS := $(CORE_FLAGS) -O3 -fno-math-errno
-SANITIZE_FLAGS = $(CORE_FLAGS) $(SANITIZE_OPTIMIZATION) -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
+SANITIZE_FLAGS := $(CORE_FLAGS) -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 # -w: with these flags GCC 12 warns of its own headers; make core judges the sources.
 COVERAGE_FLAGS := $(CORE_FLAGS) -O1 -g -w --coverage
 
