@@ -244,7 +244,7 @@ def forked(x: Tensor) -> tuple[Tensor, Tensor]:
 def _alias(x: Tensor) -> Tensor:
     """Return another tensor on the same memory. Paddle takes `detach` of a node's input for the input itself."""
     x = dense(x.detach())
-    return x.view(x.shape) if x.size else x.clone()
+    return x.view(x.shape) if x.size else placed(x.clone(), x.place)  # the clone may be on the host
 
 
 class Flight:

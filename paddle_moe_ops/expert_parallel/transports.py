@@ -24,7 +24,7 @@ from paddle.base import core
 from paddle.distributed.communication.group import Group
 
 from .. import _checks
-from .._graphs import context_manager, dense, filled
+from .._graphs import beside, context_manager, dense, filled
 from ..backends import compiled_backend, direct, resolve
 from .agreement import Step, is_gloo
 from .protocol import LineTransport
@@ -288,7 +288,7 @@ class Alone(LineTransport):
     """The transport of a group of one rank."""
 
     def exchange(self, lines: Tensor, sent: Sequence[int], received: Sequence[int], step: Step) -> Tensor:
-        return lines.detach().clone()
+        return beside(lines.detach().clone(), lines)  # a clone without elements may be on the host
 
     def exchange_numbers(self, numbers: Tensor, step: Step) -> Tensor:
         return numbers.clone()
