@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""A module that stands in for HybridEP on a CPU: the arguments and results of its class, by `all_gather_object`."""
+"""A fake of HybridEP's module on a CPU: the arguments and results of its class, by `all_gather_object`."""
 
 from __future__ import annotations
 

@@ -142,3 +142,21 @@ def alone(problem: Problem) -> dict[str, NDArray]:
         tokens = rounded_to_float8(tokens, problem.float8)
     rows = scaled(permute(tokens, plan)[0], plan.row_to_expert)
     return results(unpermute(rows, plan, t["probs"]), t)
+
+
+def assert_like_one_process(problems: list[Problem], ranks: list[list[dict[str, NDArray]]]) -> None:
+    """Assert that the results of all ranks, one for each problem, have the bits of one process."""
+    for number, problem in enumerate(problems):
+        for name, expected in alone(problem).items():
+            got = np.concatenate([results[number][name] for results in ranks])
+            assert_bits_equal(got, expected, what=f"{name} of {problem}")
+
+
+# Problems of two ranks for transports of bfloat16 alone.
+IN_BFLOAT16 = [
+    Problem((5, 16), 4, 2, 8, dtype="bfloat16"),
+    Problem((9, 4), 6, 4, 32, "one expert", "bfloat16"),
+    Problem((0, 7), 4, 2, 72, dtype="bfloat16"),
+    Problem((12, 13), 8, 8, 16, "half none", "bfloat16"),
+    Problem((3, 2), 2, 1, 8, "none", "bfloat16"),
+]

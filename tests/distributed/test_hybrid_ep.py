@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter to HybridEP, with a module that stands in for it on a CPU. It shows nothing of HybridEP itself."""
+"""The adapter to HybridEP, with a fake of its module on a CPU. It shows nothing of HybridEP itself."""
 
 from __future__ import annotations
 
@@ -12,22 +12,14 @@ import pytest
 
 from paddle_moe_ops.expert_parallel import ExpertParallel, HybridEP
 from paddle_moe_ops.nn import MoELayer
-from paddle_moe_ops.testing.equality import assert_bits_equal
 
 from . import fake_hybrid_ep
-from .problems import Problem, alone
+from .problems import IN_BFLOAT16, Problem, assert_like_one_process
 from .processes import run
 from .test_expert_parallel import reduced
 from .test_expert_parallel_errors import caught, inputs
 
 pytestmark = pytest.mark.cpu_only
-PROBLEMS = [
-    Problem((5, 16), 4, 2, 8, dtype="bfloat16"),
-    Problem((9, 4), 6, 4, 32, "one expert", "bfloat16"),
-    Problem((0, 7), 4, 2, 72, dtype="bfloat16"),
-    Problem((12, 13), 8, 8, 16, "half none", "bfloat16"),
-    Problem((3, 2), 2, 1, 8, "none", "bfloat16"),
-]
 
 
 def transport() -> HybridEP:
@@ -42,14 +34,11 @@ def of_rank(problems: list[Problem]) -> Any:
 
 
 def test_dispatch_and_combine_have_the_results_of_one_process():
-    problems = [problem._replace(integers=True) for problem in PROBLEMS]
+    problems = [problem._replace(integers=True) for problem in IN_BFLOAT16]
     parts = run(of_rank, 2, problems=problems)
-    for number, problem in enumerate(problems):
-        for name, expected in alone(problem).items():
-            got = np.concatenate([results[number][name] for results, _ in parts])
-            assert_bits_equal(got, expected, what=f"{name} of {problem}")
+    assert_like_one_process(problems, [results for results, _ in parts])
     for _, made in parts:
-        assert made == [(problem.hidden, 16, problem.experts // 2) for problem in PROBLEMS]
+        assert made == [(problem.hidden, 16, problem.experts // 2) for problem in IN_BFLOAT16]
 
 
 def trained_layers() -> list[list[Any]]:
