@@ -157,6 +157,28 @@ struct ArrivedLine {
   PMO_ANYWHERE int64_t row(const pmo_rank_dispatch_params& p) const { return rank * p.plan.rows_per_rank + place; }
 };
 
+// Params that send the tokens of a dispatch by its token_rows.
+inline pmo_rank_send_params sent_tokens(const pmo_rank_dispatch_params& p) {
+  pmo_rank_send_params send = {};
+  send.struct_size = sizeof send;
+  send.num_tokens = p.plan.num_tokens;
+  send.max_rows_per_token = max_rows_per_token(p.plan.num_ranks, p.plan.topk);
+  send.num_ranks = p.plan.num_ranks;
+  send.rank = p.rank;
+  send.rows_per_rank = p.plan.rows_per_rank;
+  send.hidden = p.hidden;
+  send.x = p.x;
+  send.x_row_stride = p.x_row_stride;
+  send.token_rows = p.plan.token_rows;
+  send.arrived = p.arrived;
+  send.peers = p.peers;
+  send.own = p.tokens;
+  send.own_rows_per_rank = p.plan.capacity;
+  send.dtype = p.dtype;
+  send.num_threads = p.num_threads;
+  return send;
+}
+
 // Rank and index within the region of an existing row of a symmetric buffer.
 struct RegionRow {
   uint32_t rank, place;

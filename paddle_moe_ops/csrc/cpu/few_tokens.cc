@@ -15,18 +15,18 @@ namespace pmo {
 namespace cpu {
 namespace {
 
-// Sets the fields of rank_send and rank_receive that have one name in both.
-template <typename Params, typename Few>
-Params rows_params(const Few& p, int64_t rows_per_rank, int64_t lines_per_rank) {
+// Params of rank_send or rank_receive with the fields that have one name in both.
+template <typename Params>
+Params rows_params(const pmo_rank_combine_params& p) {
   Params made = {};
   made.struct_size = sizeof made;
   made.num_ranks = p.barrier.num_ranks;
   made.rank = p.rank;
-  made.rows_per_rank = rows_per_rank;
+  made.rows_per_rank = p.rows_per_rank;
   made.hidden = p.hidden;
   made.arrived = p.arrived;
   made.peers = p.peers;
-  made.own_rows_per_rank = lines_per_rank;
+  made.own_rows_per_rank = p.lines_per_rank;
   made.dtype = p.dtype;
   made.num_threads = p.num_threads;
   return made;
@@ -35,13 +35,7 @@ Params rows_params(const Few& p, int64_t rows_per_rank, int64_t lines_per_rank) 
 int dispatch(const pmo_rank_dispatch_params& p) {
   if (const int status = check_rank_dispatch(p)) return status;
   if (const int status = pmo_rank_plan_cpu(&p.plan, nullptr)) return status;
-  auto send = rows_params<pmo_rank_send_params>(p, p.plan.rows_per_rank, p.plan.capacity);
-  send.num_tokens = p.plan.num_tokens;
-  send.max_rows_per_token = max_rows_per_token(p.plan.num_ranks, p.plan.topk);
-  send.x = p.x;
-  send.x_row_stride = p.x_row_stride;
-  send.token_rows = p.plan.token_rows;
-  send.own = p.tokens;
+  const pmo_rank_send_params send = sent_tokens(p);
   if (const int status = pmo_rank_send_cpu(&send, nullptr)) return status;
   if (const int status = pmo_rank_barrier_cpu(&p.barrier, nullptr)) return status;
   const bool is_spoiled = p.barrier.state[1] != 0;
@@ -73,7 +67,7 @@ int dispatch(const pmo_rank_dispatch_params& p) {
 
 int combine(const pmo_rank_combine_params& p) {
   if (const int status = check_rank_combine(p)) return status;
-  auto send = rows_params<pmo_rank_send_params>(p, p.rows_per_rank, p.lines_per_rank);
+  auto send = rows_params<pmo_rank_send_params>(p);
   send.num_tokens = p.barrier.num_ranks * p.lines_per_rank;
   send.max_rows_per_token = 1;
   send.x = p.lines;
@@ -81,7 +75,7 @@ int combine(const pmo_rank_combine_params& p) {
   send.token_rows = p.rows;
   if (const int status = pmo_rank_send_cpu(&send, nullptr)) return status;
   if (const int status = pmo_rank_barrier_cpu(&p.barrier, nullptr)) return status;
-  auto receive = rows_params<pmo_rank_receive_params>(p, p.rows_per_rank, p.lines_per_rank);
+  auto receive = rows_params<pmo_rank_receive_params>(p);
   receive.num_tokens = p.num_tokens;
   receive.max_rows_per_token = p.max_rows_per_token;
   receive.token_rows = p.token_rows;

@@ -237,22 +237,7 @@ int dispatch(const pmo_rank_dispatch_params& p, cudaStream_t stream) {
     plan.workspace = p.workspace;
     plan.workspace_bytes = p.workspace_bytes;
     if (const int status = pmo_rank_plan_cuda(&plan, stream)) return status;
-    pmo_rank_send_params send = {};
-    send.struct_size = sizeof send;
-    send.num_tokens = p.plan.num_tokens;
-    send.max_rows_per_token = max_rows_per_token(p.plan.num_ranks, p.plan.topk);
-    send.num_ranks = p.plan.num_ranks;
-    send.rank = p.rank;
-    send.rows_per_rank = p.plan.rows_per_rank;
-    send.hidden = p.hidden;
-    send.x = p.x;
-    send.x_row_stride = p.x_row_stride;
-    send.token_rows = p.plan.token_rows;
-    send.arrived = p.arrived;
-    send.peers = p.peers;
-    send.own = p.tokens;
-    send.own_rows_per_rank = p.plan.capacity;
-    send.dtype = p.dtype;
+    const pmo_rank_send_params send = sent_tokens(p);
     if (const int status = pmo_rank_send_cuda(&send, stream)) return status;
   }
   const uintptr_t between = p.plan.num_tokens > 1 ? static_cast<uintptr_t>(stride) : 0;

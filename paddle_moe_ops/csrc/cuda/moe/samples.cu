@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// samples: a thread per sample, in a grid-stride loop. A CTA whose samples differ sets `changed` and fills all scales by itself, so
+// samples: a thread per sample, in a grid-stride loop. Each CTA whose samples differ sets `changed` and fills all scales, so
 // CTAs do not wait for each other. Almost always none differs, and each sample costs one 32-byte sector.
 #include <cstdint>
 
