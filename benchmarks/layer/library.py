@@ -95,6 +95,7 @@ class LibraryLayer:
         keeps_matrices: with float8, whether both passes find their matrices quantised.
         hidden_in_float8: with float8, whether H is saved as codes and scales.
         accumulates: whether gradients of matrices are added to float32 tensors.
+        float8_wgrads: with float8, whether wgrads have float8 operands, too.
         integers: format of the integer codes of the matrices, which forward passes with few rows read, or None.
         launched: receives the name of each launch, or None.
     """
@@ -108,11 +109,13 @@ class LibraryLayer:
         keeps_matrices: bool = False,
         hidden_in_float8: bool = False,
         accumulates: bool = False,
+        float8_wgrads: bool = False,
         integers: str | None = None,
         launched: list[str] | None = None,
     ) -> None:
         self._library = Library(inputs.core_library)
         self._inputs, self._workspace, self._float8 = inputs, workspace_mb << 20, float8
+        self._float8_wgrads = float8_wgrads
         self._keeps = (Hidden.KEEPS_CODES if hidden_in_float8 else Hidden.KEEPS) if keeps_hidden else Hidden.RECOMPUTES
         self._kernels = Kernels.of(self._library.functions, "cuda", launched)
         self._gpu = ctypes.c_int32(), ctypes.c_int32()
@@ -175,6 +178,7 @@ class LibraryLayer:
             float8=int(self._float8),
             has_codes=int(bool(self._codes)),
             codes_format=MATRIX_FORMATS.index(self._format),
+            float8_wgrads=int(self._float8_wgrads and backward),
         )
         choices = Choices()
         self._library.call("pmo_layer_plan_of", facts, choices, on_stream=False)

@@ -3,9 +3,10 @@
 """A layer of gated experts whose GEMMs have float8 operands, with gradients.
 
 Rows are quantised for each 128 columns, matrices for each 128 x 128 elements. Both GEMMs of the forward pass, and the
-dgrad GEMMs, multiply quantised values. The wgrad GEMMs have operands in the tokens' dtype, as in `mlp`. Values that a
-backend keeps in memory are rounded to that dtype first, and quantised from it. The derivative of quantising counts as
-1.
+dgrad GEMMs, multiply quantised values. The wgrad GEMMs have operands in the tokens' dtype, as in `mlp`, unless
+``float8_wgrads``: K is then the rows of an expert, so activations are quantised for each 128 rows of a column, and
+gradients for each 128 x 128 elements, from the expert's first row on. Values that a backend keeps in memory are rounded
+to that dtype first, and quantised from it. The derivative of quantising counts as 1.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def moe_mlp_float8_backward(
     *,
     transpose: bool = False,
     hidden_in_float8: bool = False,
+    float8_wgrads: bool = False,
     activation: str = "swiglu",
     gate_up_bias: NDArray | None = None,
     down_bias: NDArray | None = None,
@@ -82,7 +84,7 @@ def moe_mlp_float8_backward(
     """Return the gradients of `moe_mlp_float8`, by the GEMMs that a backend runs.
 
     With ``hidden_in_float8`` a backend has kept the first GEMM's output in float8: its rows are quantised, and codes
-    times scales are rounded to the tokens' dtype.
+    times scales are rounded to the tokens' dtype. ``float8_wgrads``: see above; not with biases.
     """
     groups, owners, dtype = _groups(plan), plan.row_to_token, x.dtype
     options: dict[str, Any] = {"transpose": transpose, "activation": activation, "gate_up_bias": gate_up_bias}
@@ -97,11 +99,13 @@ def moe_mlp_float8_backward(
     d_hidden = round_float64(d_hidden, dtype)
     scaled = round_float64(act * factors, dtype)
     layout: dict[str, Any] = {"transpose": transpose, **groups}
-    d_rows_out = take_or_zero(d_out, owners)
-    _, d_down = grouped_gemm_backward(d_rows_out, scaled, down, **layout)
-    _, d_gate_up, *of_bias = grouped_gemm_backward(
-        d_hidden, take_or_zero(x, owners), gate_up, bias=gate_up_bias, **layout
-    )
+    d_rows_out, x_rows = take_or_zero(d_out, owners), take_or_zero(x, owners)
+    activations, gradients = [scaled, x_rows], [d_rows_out, d_hidden]
+    if float8_wgrads:
+        activations = [_row_blocks(each, plan, by_blocks=False) for each in activations]
+        gradients = [_row_blocks(each, plan, by_blocks=True) for each in gradients]
+    _, d_down = grouped_gemm_backward(gradients[0], activations[0], down, **layout)
+    _, d_gate_up, *of_bias = grouped_gemm_backward(gradients[1], activations[1], gate_up, bias=gate_up_bias, **layout)
     d_rows = grouped_gemm(_rows(d_hidden), _matrices(gate_up), transpose=not transpose, **groups)
     d_x = sum_rows(round_float64(d_rows, dtype), plan.token_rows)
     d_weights, d_down_bias = (act * d_scaled).sum(axis=1), None
@@ -119,6 +123,15 @@ def _groups(plan: Plan) -> dict[str, Any]:
 def _rows(x: NDArray) -> NDArray:
     """Quantised values, in float64."""
     return dequantize_1x128(*quantize_1x128(x, amax_min=FLOAT8_AMAX_MIN), dtype=np.float32).astype(np.float64)
+
+
+def _row_blocks(rows: NDArray, plan: Plan, *, by_blocks: bool) -> NDArray:
+    """Quantised values of an operand of wgrads, in float64: by columns of 128 rows, or by 128 x 128 elements."""
+    values = np.zeros(rows.shape)
+    for start, size in zip(plan.expert_offsets, plan.tokens_per_expert, strict=False):
+        of_expert = rows[start : start + size]
+        values[start : start + size] = _matrices(of_expert[None])[0] if by_blocks else _rows(of_expert.T).T
+    return values
 
 
 def _matrices(w: NDArray) -> NDArray:

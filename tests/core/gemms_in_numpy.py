@@ -25,6 +25,7 @@ from paddle_moe_ops.reference import (
 )
 from paddle_moe_ops.reference.activations import activate, activation_factors
 
+from .operators.float8_wgrad import OuterFloat8Params, QuantizeColumnsParams
 from .operators.grouped_gemm import (
     FEW_ROWS,
     GROUP,
@@ -263,12 +264,72 @@ def quantize_blocks(p: QuantizeBlocksParams) -> None:
             _array(p, f"{prefix}scales", scales.shape, np.float32)[...] = scales
 
 
+def _row_blocks(p: QuantizeColumnsParams | OuterFloat8Params) -> Iterator[tuple[int, slice]]:
+    """Experts with rows, and their row blocks."""
+    tiles = _array(p, "tiles", (p.num_experts + 1,), np.int32)
+    for expert in np.flatnonzero(np.diff(tiles)):
+        yield expert, slice(int(tiles[expert]), min(int(tiles[expert + 1]), p.num_blocks))
+
+
+def quantize_columns(p: QuantizeColumnsParams) -> None:
+    assert p.struct_size == ctypes.sizeof(p)
+    columns = p.num_columns
+    first, stop = (_array(p, name, (p.num_experts,), np.int32) for name in ("first", "stop"))
+    owners = _array(p, "row_to_token", (p.num_rows,), np.int32)
+    x = _array(p, "x", (p.num_sources, columns), _NAMES[p.dtype], p.x_row_stride)
+    codes = _array(p, "codes", (p.num_blocks, columns, GROUP), FLOAT8)
+    scales = _array(p, "scales", (p.num_blocks, -(-columns // GROUP) if p.by_blocks else columns), np.float32)
+    values = _array(p, "values", (p.num_rows, columns), np.float32)
+    for expert, blocks in _row_blocks(p):
+        rows = slice(int(first[expert]), int(stop[expert]))
+        given = (_gathered(x, owners[rows]) if p.address("row_to_token") else x[rows]).T
+        if p.by_blocks:
+            made, made_scales = (each[0] for each in quantize_128x128(given[None], amax_min=p.amax_min))
+        else:
+            made, made_scales = quantize_1x128(given, amax_min=p.amax_min)
+        for number, block in enumerate(range(blocks.start, blocks.stop)):
+            part = slice(number * GROUP, (number + 1) * GROUP)
+            codes[block] = np.zeros(1, FLOAT8)
+            codes[block, :, : made[:, part].shape[1]] = made[:, part]
+            scales[block] = made_scales[:, number]
+            of_columns = np.repeat(scales[block], GROUP)[:columns] if p.by_blocks else scales[block]
+            with np.errstate(invalid="ignore"):
+                values[rows][part] = made[:, part].T.astype(np.float32) * of_columns
+
+
+def outer_float8(p: OuterFloat8Params) -> None:
+    """Products are summed within each row block, then scaled and added."""
+    assert p.struct_size == ctypes.sizeof(p)
+    sizes = {"a": p.a_columns, "b": p.b_columns}
+    a, b = (_array(p, name, (p.num_blocks, size, GROUP), FLOAT8) for name, size in sizes.items())
+    a_scales = _array(p, "a_scales", (p.num_blocks, p.a_columns), np.float32)
+    b_scales = _array(p, "b_scales", (p.num_blocks, -(-p.b_columns // GROUP)), np.float32)
+    is_float32 = p.accumulation == Accumulation.ADDS_FLOAT32
+    out = _array(p, "out", (p.num_experts, p.out_rows, p.out_columns), np.float32 if is_float32 else BFLOAT16)
+    rows, columns = (p.b_columns, p.a_columns) if p.transpose else (p.a_columns, p.b_columns)
+    out = out[:, p.first_row : p.first_row + rows, p.first_column : p.first_column + columns]
+    assert not _array(p, "counters", (2,), np.int32).any()
+    if p.accumulation == Accumulation.OVERWRITES:
+        out[...] = np.zeros(1, BFLOAT16)
+    for expert, blocks in _row_blocks(p):
+        made = np.zeros((p.a_columns, p.b_columns), np.float32)
+        for block in range(blocks.start, blocks.stop):
+            factors = np.repeat(b_scales[block], GROUP)[: p.b_columns]
+            made += _sums("ir,jr->ij", a[block], b[block]) * (a_scales[block][:, None] * factors)
+        made = made.T if p.transpose else made
+        if p.accumulation != Accumulation.OVERWRITES:
+            made = made + out[expert].astype(np.float32)
+        out[expert] = made
+
+
 # Oracle and struct of each operator.
 ORACLES: dict[str, tuple[Callable[[Any], None], type[Params]]] = {
     "grouped_product": (product, ProductParams),
     "grouped_outer": (outer, OuterParams),
     "grouped_float8": (float8, Float8Params),
     "quantize_blocks": (quantize_blocks, QuantizeBlocksParams),
+    "quantize_columns": (quantize_columns, QuantizeColumnsParams),
+    "grouped_outer_float8": (outer_float8, OuterFloat8Params),
 }
 
 

@@ -46,6 +46,7 @@ class Facts(Params):
     _fields_ = fields(
         (Size, "struct_size num_tokens num_rows num_experts hidden inner workspace"),
         (Int, "dtype num_sms memory_gbps backward keeps_hidden needs_d_weights float8 has_codes codes_format part"),
+        (Int, "float8_wgrads"),
     )
 
 
@@ -53,7 +54,7 @@ class Choices(ctypes.Structure):
     """pmo_layer_plan"""
 
     _fields_ = fields(
-        (Size, "chunk_rows num_chunks chunk_columns buffer_bytes tables_size bytes"),
+        (Size, "chunk_rows num_chunks chunk_columns buffer_bytes wgrad_columns tables_size bytes"),
         (Int, "gathers gathers_x gathers_d_out sum_tile_rows"),
     )
 
@@ -101,6 +102,8 @@ _OPERATORS = {
     "quantize": "quantize",
     "quantize_blocks": "quantize_blocks",
     "gemm_float8": "grouped_float8",
+    "quantize_columns": "quantize_columns",
+    "wgrad_float8": "grouped_outer_float8",
 }
 
 
@@ -144,6 +147,7 @@ class Layer(NamedTuple):
 
     Attributes:
         float8: whether GEMMs have float8 operands.
+        float8_wgrads: whether those of wgrads are float8, too.
         has_codes: whether the passes receive the codes of the matrices.
         codes_format: of codes without float8 operands, which only the kernel for few rows reads.
         keeps: H between the passes.
@@ -161,6 +165,7 @@ class Layer(NamedTuple):
     has_codes: bool = False
     codes_format: str = "int8"
     keeps: Hidden = Hidden.KEEPS
+    float8_wgrads: bool = False
     accumulations: tuple[Accumulation, Accumulation] = (Accumulation.OVERWRITES, Accumulation.OVERWRITES)
 
     @property
@@ -185,6 +190,7 @@ class Layer(NamedTuple):
             float8=int(self.float8),
             has_codes=int(self.has_codes),
             codes_format=MATRIX_FORMATS.index(self.codes_format),
+            float8_wgrads=int(self.float8_wgrads and backward == BACKWARD),
         )
 
 

@@ -106,7 +106,7 @@ class RandomLayer:
         options: dict[str, Any] = {"transpose": layer.transpose}
         if layer.float8:
             out, hidden = reference.moe_mlp_float8(*arguments, **options)
-            options["hidden_in_float8"] = layer.keeps == Hidden.KEEPS_CODES
+            options |= {"hidden_in_float8": layer.keeps == Hidden.KEEPS_CODES, "float8_wgrads": layer.float8_wgrads}
             made = reference.moe_mlp_float8_backward(self.d_out, *arguments, **options)
         else:
             out, hidden = reference.moe_mlp(*arguments, **options)

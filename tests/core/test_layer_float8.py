@@ -22,6 +22,8 @@ LAYOUTS = {"as is": False, "transposed": True}
 BY_LAYOUT = pytest.mark.parametrize("transpose", LAYOUTS.values(), ids=LAYOUTS)
 KEPT = {"recomputes H": Hidden.RECOMPUTES, "keeps H": Hidden.KEEPS, "keeps codes": Hidden.KEEPS_CODES}
 BY_KEPT = pytest.mark.parametrize("keeps", KEPT.values(), ids=KEPT)
+WGRADS = {"wgrads": False, "float8 wgrads": True}
+BY_WGRADS = pytest.mark.parametrize("float8_wgrads", WGRADS.values(), ids=WGRADS)
 CASES = {
     "several tiles of an expert": Case(160, 144, 128, 1, 1, unassigned=0.1),
     "a few rows": Case(7, 16, 128),
@@ -49,11 +51,12 @@ def without_codes(made: Results) -> Results:
     return made._replace(hidden=None, hidden_scales=None)
 
 
+@BY_WGRADS
 @in_turn({"case": CASES, "transpose": LAYOUTS, "keeps": KEPT})
 def test_results_are_near_the_oracle(
-    core: Core, rng: np.random.Generator, case: Case, transpose: bool, keeps: Hidden
+    core: Core, rng: np.random.Generator, case: Case, transpose: bool, keeps: Hidden, float8_wgrads: bool
 ) -> None:
-    problem = layer(rng, case, transpose=transpose, keeps=keeps)
+    problem = layer(rng, case, transpose=transpose, keeps=keeps, float8_wgrads=float8_wgrads)
     made = live_part(problem.layer, problem.run(core))
     assert_near(made if keeps == Hidden.KEEPS else without_codes(made), problem.due())
 
@@ -67,11 +70,13 @@ def test_codes_of_matrices_that_are_given_change_no_bit(
     assert_same(problem.run(core, problem.layer._replace(has_codes=True)), problem.run(core))
 
 
+@BY_WGRADS
 @in_turn({"case": CASES, "transpose": LAYOUTS, "keeps": KEPT})
 def test_wgrads_in_a_call_of_their_own_have_the_same_bits(
-    core: Core, rng: np.random.Generator, case: Case, transpose: bool, keeps: Hidden
+    core: Core, rng: np.random.Generator, case: Case, transpose: bool, keeps: Hidden, float8_wgrads: bool
 ) -> None:
-    problem = layer(rng, case, transpose=transpose, keeps=keeps, has_codes=bool(rng.integers(2)))
+    options = {"has_codes": bool(rng.integers(2)), "float8_wgrads": float8_wgrads}
+    problem = layer(rng, case, transpose=transpose, keeps=keeps, **options)
     assert_same(without_codes(problem.run(core, defers=True)), without_codes(problem.run(core)))
 
 
@@ -81,14 +86,19 @@ def test_h_that_is_recomputed_has_the_same_bits(core: Core, rng: np.random.Gener
     assert_same(problem.run(core, problem.layer._replace(keeps=Hidden.RECOMPUTES)), problem.run(core))
 
 
+@BY_WGRADS
 @BY_KEPT
 @BY_LAYOUT
-def test_bits_do_not_depend_on_chunks(core: Core, rng: np.random.Generator, transpose: bool, keeps: Hidden) -> None:
-    problem = layer(rng, Case(420, 528, 128, 2, 1, buffer=430, unassigned=0.0), transpose=transpose, keeps=keeps)
+def test_bits_do_not_depend_on_chunks(
+    core: Core, rng: np.random.Generator, transpose: bool, keeps: Hidden, float8_wgrads: bool
+) -> None:
+    case = Case(420, 528, 128, 2, 1, buffer=430, unassigned=0.0)
+    problem = layer(rng, case, transpose=transpose, keeps=keeps, float8_wgrads=float8_wgrads)
     chunked = problem.layer._replace(workspace=1)
     for which in (FORWARD, BACKWARD):
         made = plan_of(core, chunked.facts(problem.x, which))
         assert (made.num_chunks, made.chunk_columns) == (3, 256)
+    assert made.wgrad_columns == (256 if float8_wgrads else 0)
     assert_same(problem.run(core, chunked), problem.run(core))
 
 
@@ -119,12 +129,14 @@ def test_numbers_that_float8_has_come_back_from_codes(core: Core, rng: np.random
     assert_same(without_codes(made), without_codes(problem.run(core, exact)))
 
 
+@BY_WGRADS
 @pytest.mark.parametrize("number", range(4), ids=["x", "gate_up", "down", "weights"])
 @BY_KEPT
 def test_only_gradients_that_are_wanted_are_computed(
-    core: Core, rng: np.random.Generator, keeps: Hidden, number: int
+    core: Core, rng: np.random.Generator, keeps: Hidden, number: int, float8_wgrads: bool
 ) -> None:
-    problem = layer(rng, Case(30, 16, 128), keeps=keeps, has_codes=bool(rng.integers(2)))
+    options = {"has_codes": bool(rng.integers(2)), "float8_wgrads": float8_wgrads}
+    problem = layer(rng, Case(30, 16, 128), keeps=keeps, **options)
     made = problem.run(core, wanted=tuple(each == number for each in range(4)))
     assert [each is not None for each in made[3:]] == [each == number for each in range(4)]
     assert_same(made, problem.run(core))
@@ -137,13 +149,15 @@ def test_without_weights_rows_are_added_up_as_they_are(core: Core, rng: np.rando
     assert_near(live_part(problem.layer, made), problem.due())
 
 
+@BY_WGRADS
 @BY_KEPT
 @pytest.mark.parametrize("kind", [Accumulation.ADDS, Accumulation.ADDS_FLOAT32], ids=["adds", "adds to float32"])
 def test_gradients_of_matrices_are_added_to_their_values(
-    core: Core, rng: np.random.Generator, kind: Accumulation, keeps: Hidden
+    core: Core, rng: np.random.Generator, kind: Accumulation, keeps: Hidden, float8_wgrads: bool
 ) -> None:
     """Zeros become the gradients; their own gradients are doubled, which no rounding changes."""
-    problem = layer(rng, Case(40, 272, 128), keeps=keeps, transpose=bool(rng.integers(2)))
+    options = {"transpose": bool(rng.integers(2)), "float8_wgrads": float8_wgrads}
+    problem = layer(rng, Case(40, 272, 128), keeps=keeps, **options)
     added = problem.layer._replace(accumulations=(kind, kind), workspace=1)
     dtype = np.dtype(np.float32) if kind == Accumulation.ADDS_FLOAT32 else BFLOAT16
     shapes = problem.layer.gate_up.shape, problem.layer.down.shape
@@ -157,8 +171,9 @@ def test_gradients_of_matrices_are_added_to_their_values(
         assert_same_bits(twice.d_down, 2 * first.d_down)
 
 
-def test_rows_of_tokens_with_any_stride(core: Core, rng: np.random.Generator) -> None:
-    problem = layer(rng, Case(33, 144, 128))
+@BY_WGRADS
+def test_rows_of_tokens_with_any_stride(core: Core, rng: np.random.Generator, float8_wgrads: bool) -> None:
+    problem = layer(rng, Case(33, 144, 128), float8_wgrads=float8_wgrads)
     expected = problem.run(core)
     for name in ("x", "d_out"):
         wide = np.full((33, 168), np.nan, BFLOAT16)
@@ -167,20 +182,24 @@ def test_rows_of_tokens_with_any_stride(core: Core, rng: np.random.Generator) ->
     assert_same(problem.run(core), expected)
 
 
+@BY_WGRADS
 @BY_KEPT
 @pytest.mark.parametrize("case", ["no tokens", "no tokens, but memory for rows", "no rows", "nothing assigned"])
 def test_without_rows_results_and_gradients_are_zeros(
-    core: Core, rng: np.random.Generator, case: str, keeps: Hidden
+    core: Core, rng: np.random.Generator, case: str, keeps: Hidden, float8_wgrads: bool
 ) -> None:
-    made = layer(rng, CASES[case], keeps=keeps).run(core)
+    made = layer(rng, CASES[case], keeps=keeps, float8_wgrads=float8_wgrads).run(core)
     for each in (made.out, made.d_x, made.d_gate_up, made.d_down, made.d_weights):
         assert not each.astype(np.float32).any()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
+@BY_WGRADS
 @BY_KEPT
-def test_nan_of_one_expert_stays_with_its_rows(core: Core, rng: np.random.Generator, keeps: Hidden) -> None:
-    problem = layer(rng, Case(31, 16, 128, 3, 1, unassigned=0.0), keeps=keeps)
+def test_nan_of_one_expert_stays_with_its_rows(
+    core: Core, rng: np.random.Generator, keeps: Hidden, float8_wgrads: bool
+) -> None:
+    problem = layer(rng, Case(31, 16, 128, 3, 1, unassigned=0.0), keeps=keeps, float8_wgrads=float8_wgrads)
     problem.layer.gate_up[1] = np.nan
     made = problem.run(core)
     bad = (problem.ids == 1).any(axis=1)
@@ -196,8 +215,9 @@ def test_rows_of_no_expert_become_zeros_in_h(core: Core, rng: np.random.Generato
     assert not hidden[rows < 0].astype(np.float32).any()
 
 
-def test_counts_may_include_padding(core: Core, rng: np.random.Generator) -> None:
-    problem = layer(rng, Case(40, 16, 128, alignment=16))
+@BY_WGRADS
+def test_counts_may_include_padding(core: Core, rng: np.random.Generator, float8_wgrads: bool) -> None:
+    problem = layer(rng, Case(40, 16, 128, alignment=16), float8_wgrads=float8_wgrads)
     plan = problem.layer.plan
     padded = plan._replace(tokens_per_expert=np.diff(plan.expert_offsets))
     assert (padded.tokens_per_expert > plan.tokens_per_expert).any()

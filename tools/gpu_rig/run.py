@@ -46,7 +46,7 @@ CORE_OPTIONS = ["--core-device=cuda", "-p", "no:cacheprovider"]
 CORE_TESTS = ["tests/core", f"--ignore={BESIDE_TESTS}", *CORE_OPTIONS]
 # -m "": tests marked slow are slow on CPUs only
 HOPPER_FILES = [
-    *(f"tests/core/test_grouped_{name}_cuda.py" for name in ("product", "wgrad", "float8")),
+    *(f"tests/core/test_grouped_{name}_cuda.py" for name in ("product", "wgrad", "float8", "float8_wgrad")),
     *("tests/core/test_layer.py", "tests/core/test_layer_float8.py"),
 ]
 HOPPER_TESTS = [*HOPPER_FILES, *CORE_OPTIONS, "-m", ""]

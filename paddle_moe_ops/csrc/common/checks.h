@@ -52,6 +52,8 @@ int check_grouped_product(const pmo_grouped_product_params& p);
 int check_grouped_outer(const pmo_grouped_outer_params& p);
 int check_grouped_float8(const pmo_grouped_float8_params& p);
 int check_quantize_blocks(const pmo_quantize_blocks_params& p);
+int check_quantize_columns(const pmo_quantize_columns_params& p);
+int check_grouped_outer_float8(const pmo_grouped_outer_float8_params& p);
 int check_dequantize_matrices(const pmo_dequantize_matrices_params& p);
 int check_samples(const pmo_samples_params& p);
 int check_paddle_quantize(const pmo_paddle_quantize_params& p);

@@ -89,6 +89,61 @@ int check_quantize_blocks(const pmo_quantize_blocks_params& p) {
   return PMO_OK;
 }
 
+int check_quantize_columns(const pmo_quantize_columns_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_quantize_columns_params of this library");
+  PMO_REQUIRE(is_sum_dtype(p.dtype), "dtype", "PMO_FLOAT32, PMO_FLOAT16 or PMO_BFLOAT16");
+  PMO_REQUIRE(is_size(p.num_rows, 1), "num_rows", "in [0, 2^30)");
+  PMO_REQUIRE(is_size(p.num_sources, 1), "num_sources", "in [0, 2^30)");
+  PMO_REQUIRE(is_size(p.num_columns, 8), "num_columns", "a multiple of 8");
+  PMO_REQUIRE_EXPERTS(p.num_experts, "num_experts");
+  PMO_REQUIRE(is_size(p.num_blocks, 1), "num_blocks", "in [0, 2^30)");
+  PMO_REQUIRE(p.row_to_token != nullptr || p.num_sources >= p.num_rows, "num_sources", "at least num_rows without row_to_token");
+  PMO_REQUIRE(p.amax_min >= kAmaxMin && p.amax_min <= FLT_MAX, "amax_min", "in [2^-100, FLT_MAX]");
+  if (p.num_rows == 0 || p.num_columns == 0 || p.num_blocks == 0) return PMO_OK;
+  const bool has_stride = p.x_row_stride >= p.num_columns && p.x_row_stride % 8 == 0;
+  PMO_REQUIRE(p.num_sources == 0 || has_stride, "x_row_stride", "a multiple of 8 that holds a row");
+  PMO_REQUIRE(p.num_sources == 0 || is_16_bytes(p.x), "x", "an array at a multiple of 16 bytes");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.row_to_token, "row_to_token");
+  PMO_REQUIRE_ARRAY(p.first, p.num_experts, "first");
+  PMO_REQUIRE_ARRAY(p.stop, p.num_experts, "stop");
+  PMO_REQUIRE_ARRAY(p.tiles, p.num_experts + 1, "tiles");
+  PMO_REQUIRE(p.codes == nullptr ? p.values != nullptr : is_16_bytes(p.codes), "codes",
+              "an array at a multiple of 16 bytes; NULL only with values");
+  PMO_REQUIRE_ARRAY(p.scales, p.codes == nullptr ? 0 : 1, "scales");
+  PMO_REQUIRE(p.values == nullptr || is_16_bytes(p.values), "values", "NULL or an array at a multiple of 16 bytes");
+  return PMO_OK;
+}
+
+int check_grouped_outer_float8(const pmo_grouped_outer_float8_params& p) {
+  PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_grouped_outer_float8_params of this library");
+  PMO_REQUIRE_EXPERTS(p.num_experts, "num_experts");
+  PMO_REQUIRE(p.accumulation >= PMO_GROUPED_OVERWRITES && p.accumulation <= PMO_GROUPED_ADDS_FLOAT32, "accumulation",
+              "one of pmo_grouped_accumulation");
+  PMO_REQUIRE(is_size(p.num_blocks, 1), "num_blocks", "in [0, 2^30)");
+  PMO_REQUIRE(is_size(p.a_columns, 8), "a_columns", "a multiple of 8");
+  PMO_REQUIRE(is_size(p.b_columns, 8), "b_columns", "a multiple of 8");
+  PMO_REQUIRE(is_size(p.out_rows, 1), "out_rows", "in [0, 2^30)");
+  PMO_REQUIRE(is_size(p.out_columns, 8), "out_columns", "a multiple of 8");
+  const int64_t rows = p.transpose != 0 ? p.b_columns : p.a_columns, columns = p.transpose != 0 ? p.a_columns : p.b_columns;
+  PMO_REQUIRE(is_size(p.first_row, 1) && p.first_row + rows <= p.out_rows, "first_row",
+              "a row of out with all rows of the result");
+  PMO_REQUIRE(is_size(p.first_column, 8) && p.first_column + columns <= p.out_columns, "first_column",
+              "a multiple of 8, and a column of out with all columns of the result");
+  // tiles are counted in 32 bits
+  PMO_REQUIRE((p.a_columns / 128 + 2) * (p.b_columns / 128 + 1) <= kMaxIndexOnDevice / p.num_experts, "num_experts",
+              "below 2^30 / blocks of 128 x 128 of a matrix");
+  if (p.a_columns == 0 || p.b_columns == 0) return PMO_OK;
+  PMO_REQUIRE(is_16_bytes(p.out), "out", "an array at a multiple of 16 bytes");
+  PMO_REQUIRE_ARRAY(p.tiles, p.num_experts + 1, "tiles");
+  PMO_REQUIRE_ARRAY(p.counters, 2, "counters");
+  if (p.num_blocks == 0) return PMO_OK;
+  PMO_REQUIRE(is_16_bytes(p.a), "a", "an array at a multiple of 16 bytes");
+  PMO_REQUIRE(is_16_bytes(p.b), "b", "an array at a multiple of 16 bytes");
+  PMO_REQUIRE_ARRAY(p.a_scales, 1, "a_scales");
+  PMO_REQUIRE_ARRAY(p.b_scales, 1, "b_scales");
+  return PMO_OK;
+}
+
 int check_dequantize_matrices(const pmo_dequantize_matrices_params& p) {
   PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_dequantize_matrices_params of this library");
   PMO_REQUIRE(p.format >= PMO_MATRIX_INT8 && p.format <= PMO_MATRIX_FLOAT8_128X128, "format", "one of pmo_matrix_format");

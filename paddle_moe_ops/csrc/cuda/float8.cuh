@@ -25,6 +25,11 @@ __device__ inline uint32_t float8_pair(float first, float second, float factor) 
   return __nv_cvt_float2_to_fp8x2({__fmul_rn(first, factor), __fmul_rn(second, factor)}, __NV_SATFINITE, kFormat);
 }
 
+// The same with a factor of each.
+__device__ inline uint32_t float8_pair(float first, float second, float first_factor, float second_factor) {
+  return __nv_cvt_float2_to_fp8x2({__fmul_rn(first, first_factor), __fmul_rn(second, second_factor)}, __NV_SATFINITE, __NV_E4M3);
+}
+
 // The codes of values, four to a word.
 template <__nv_fp8_interpretation_t kFormat = __NV_E4M3, int kCount>
 __device__ inline void float8_codes(const float (&values)[kCount], float factor, uint32_t (&words)[kCount / 4]) {
@@ -32,6 +37,17 @@ __device__ inline void float8_codes(const float (&values)[kCount], float factor,
   for (int i = 0; i < kCount; i += 4) {
     const float* v = values + i;
     words[i / 4] = float8_pair<kFormat>(v[0], v[1], factor) | float8_pair<kFormat>(v[2], v[3], factor) << 16;
+  }
+}
+
+// The same with a factor of each value.
+template <int kCount>
+__device__ inline void float8_codes(const float (&values)[kCount], const float (&factors)[kCount],
+                                    uint32_t (&words)[kCount / 4]) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    const float *v = values + i, *f = factors + i;
+    words[i / 4] = float8_pair(v[0], v[1], f[0], f[1]) | float8_pair(v[2], v[3], f[2], f[3]) << 16;
   }
 }
 

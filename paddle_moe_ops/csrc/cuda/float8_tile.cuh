@@ -33,7 +33,35 @@ struct TileElements {
     const Element* first = static_cast<const Element*>(x) + int64_t{row} * columns + column;
 #pragma unroll
     for (int i = 0; i < kTileSide; ++i) {
-      load_row(word[i], first + int64_t{i} * columns, in_vectors, row + i < rows ? columns - column : 0);
+      const Element* const at = first + int64_t{i} * columns;
+      const int left = row + i < rows ? columns - column : 0;
+      if (in_vectors && left >= kTileSide) {
+        load_row(i, at, true);
+        continue;
+      }
+      Element elements[kTileSide];
+#pragma unroll
+      for (int j = 0; j < kTileSide; ++j) elements[j] = j < left ? at[j] : Rows::store(0.0f);
+      memcpy(word[i], elements, sizeof(elements));
+    }
+  }
+
+  // Loads row i from an address that is a multiple of 16 bytes, or zeros.
+  __device__ void load_row(int i, const Element* row, bool is_there) {
+#pragma unroll
+    for (int part = 0; part < kTileSide * static_cast<int>(sizeof(Element)) / 16; ++part) {
+      uint4 loaded = make_uint4(0, 0, 0, 0);
+      if (is_there) loaded = __ldg(reinterpret_cast<const uint4*>(row) + part);
+      memcpy(word[i] + 4 * part, &loaded, 16);
+    }
+  }
+
+  // Register fence: the compiler unpacks elements again after it, since all of them unpacked would be spilled.
+  __device__ void fence() {
+#pragma unroll
+    for (auto& row : word) {
+#pragma unroll
+      for (uint32_t& each : row) asm volatile("" : "+r"(each));
     }
   }
 
@@ -42,22 +70,6 @@ struct TileElements {
     memcpy(elements, word[i], sizeof(elements));
 #pragma unroll
     for (int j = 0; j < kTileSide; ++j) values[j] = Rows::load(elements[j]);
-  }
-
- private:
-  static __device__ void load_row(uint32_t* words, const Element* row, bool in_vectors, int left) {
-    if (in_vectors && left >= kTileSide) {
-#pragma unroll
-      for (int i = 0; i < kTileSide * static_cast<int>(sizeof(Element)) / 16; ++i) {
-        const uint4 loaded = __ldg(reinterpret_cast<const uint4*>(row) + i);
-        memcpy(words + 4 * i, &loaded, 16);
-      }
-    } else {
-      Element elements[kTileSide];
-#pragma unroll
-      for (int i = 0; i < kTileSide; ++i) elements[i] = i < left ? row[i] : Rows::store(0.0f);
-      memcpy(words, elements, sizeof(elements));
-    }
   }
 };
 

@@ -20,7 +20,7 @@ class Float8Pass : public Pass {
   Float8Pass(const pmo_layer_facts& facts, const pmo_layer_params& params, const pmo_layer_kernels& kernels, void* stream)
       : Pass(facts, params, kernels, stream),
         tokens_(take_codes(f_.num_tokens, f_.hidden)),
-        chunk_(take_codes(held_rows(f_, plan_), f_.hidden)) {
+        chunk_(codes_in(shared_codes_, held_rows(f_, plan_), f_.hidden)) {
     take_matrix_codes();
   }
 
@@ -61,9 +61,9 @@ class Float8Pass : public Pass {
   }
 
  private:
-  Codes take_codes(int64_t rows, int64_t columns) {
-    void* const codes = take(rows * columns);
-    return {codes, static_cast<float*>(take(4 * rows * divide_up(columns, kGroup)))};
+  Codes take_codes(int64_t rows, int64_t columns) { return codes_in(take(codes_bytes(rows, columns)), rows, columns); }
+  static Codes codes_in(void* memory, int64_t rows, int64_t columns) {
+    return {memory, reinterpret_cast<float*>(static_cast<char*>(memory) + aligned_bytes(rows * columns))};
   }
 
   int quantize(const Rows& tokens) {

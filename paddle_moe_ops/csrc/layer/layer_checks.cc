@@ -27,7 +27,10 @@ int check_facts(const pmo_layer_facts& f) {
     PMO_REQUIRE(f.float8 == 0, "float8", "0 with PMO_LAYER_WGRADS");
     PMO_REQUIRE(f.keeps_hidden == 0 && f.needs_d_weights == 0, "keeps_hidden", "0 with PMO_LAYER_WGRADS, as needs_d_weights");
   }
-  if (f.float8 == 0) {
+  const bool may_have_float8_wgrads = f.part == PMO_LAYER_WGRADS || (f.backward != 0 && f.float8 != 0);
+  PMO_REQUIRE(f.float8_wgrads == 0 || may_have_float8_wgrads, "float8_wgrads",
+              "0 unless a backward pass has float8 operands or is PMO_LAYER_WGRADS");
+  if (f.float8 == 0 && f.float8_wgrads == 0) {
     if (f.has_codes == 0) return PMO_OK;
     PMO_REQUIRE(f.codes_format >= PMO_MATRIX_INT8 && f.codes_format <= PMO_MATRIX_INT4_1X128, "codes_format",
                 "a format of integers without float8 operands");

@@ -16,6 +16,7 @@ Pass::Pass(const pmo_layer_facts& facts, const pmo_layer_params& params, const p
       free_(static_cast<char*>(params.workspace)) {
   buffer_ = take(plan_.buffer_bytes);
   tables_ = static_cast<int32_t*>(take(4 * plan_.tables_size));
+  shared_codes_ = take(shared_codes_bytes(f_, plan_));
 }
 
 void* Pass::take(int64_t bytes) {
@@ -134,6 +135,13 @@ int Pass::sum_dots(const float* dots) {
 }
 
 int Pass::wgrads(const void* scaled, const void* d_hidden) {
+  if (f_.float8_wgrads != 0) {
+    if (p_.d_down != nullptr) {
+      PMO_TRY(float8_wgrad(d_out(), rows_of(scaled, f_.inner), false, p_.down_accumulation, p_.d_down));
+    }
+    if (p_.d_gate_up == nullptr) return PMO_OK;
+    return float8_wgrad(x(), rows_of(d_hidden, 2 * f_.inner), true, p_.gate_up_accumulation, p_.d_gate_up);
+  }
   if (p_.d_down != nullptr) {
     const Rows rows = rows_of(scaled, f_.inner);
     PMO_TRY(wgrad(d_out(), rows, plan_.gathers_d_out, p_.transpose, p_.down_accumulation, p_.d_down));
@@ -182,6 +190,64 @@ int Pass::wgrad(const Rows& tokens, const Rows& rows, bool gathers, bool tokens_
     buffer_has_d_out_ = false;
     return multiply(permuted, columns.first);
   });
+}
+
+int Pass::quantize_columns(const Rows& rows, const int32_t* row_to_token, const Columns& columns, bool by_blocks, void* memory,
+                           ColumnCodes* codes) {
+  const int64_t blocks = row_blocks(f_);
+  *codes = {memory, reinterpret_cast<float*>(static_cast<char*>(memory) + aligned_bytes(blocks * columns.width * kGroup))};
+  pmo_quantize_columns_params q = {};
+  q.struct_size = sizeof q;
+  q.num_rows = f_.num_rows;
+  q.num_sources = rows.count;
+  q.num_columns = columns.width;
+  q.num_experts = f_.num_experts;
+  q.num_blocks = blocks;
+  q.x = at(rows.data, columns.first);
+  q.x_row_stride = rows.stride;
+  q.row_to_token = row_to_token;
+  q.first = tables_;
+  q.stop = tables_ + layout_.stop();
+  q.tiles = tables_ + layout_.tiles();
+  q.codes = codes->codes;
+  q.scales = codes->scales;
+  q.dtype = f_.dtype;
+  q.by_blocks = by_blocks;
+  q.amax_min = kAmaxMin;
+  return kernels_.quantize_columns(&q, stream_);
+}
+
+// out [E] = tokens^T rows, or rows^T tokens, by expert; the operand with a scale per column first, unless matrices are transposed.
+int Pass::float8_wgrad(const Rows& tokens, const Rows& rows, bool by_columns, int32_t accumulation, void* out) {
+  ColumnCodes of_rows;
+  PMO_TRY(quantize_columns(rows, nullptr, {nullptr, 0, rows.width}, by_columns, shared_codes_, &of_rows));
+  const bool are_rows_of_out = by_columns == (p_.transpose == 0);  // the columns of tokens
+  for (int64_t first = 0; first < f_.hidden; first += plan_.wgrad_columns) {
+    const Columns columns = {nullptr, first, std::min(plan_.wgrad_columns, f_.hidden - first)};
+    ColumnCodes of_tokens;
+    PMO_TRY(quantize_columns(tokens, p_.row_to_token, columns, !by_columns, buffer_, &of_tokens));
+    const ColumnCodes &a = by_columns ? of_tokens : of_rows, &b = by_columns ? of_rows : of_tokens;
+    pmo_grouped_outer_float8_params o = {};
+    o.struct_size = sizeof o;
+    o.num_experts = f_.num_experts;
+    o.num_blocks = row_blocks(f_);
+    o.a_columns = by_columns ? columns.width : rows.width;
+    o.b_columns = by_columns ? rows.width : columns.width;
+    o.out_rows = are_rows_of_out ? f_.hidden : rows.width;
+    o.out_columns = are_rows_of_out ? rows.width : f_.hidden;
+    (are_rows_of_out ? o.first_row : o.first_column) = first;
+    o.a = a.codes;
+    o.a_scales = a.scales;
+    o.b = b.codes;
+    o.b_scales = b.scales;
+    o.tiles = tables_ + layout_.tiles();
+    o.out = out;
+    o.counters = tables_ + layout_.counters();
+    o.transpose = p_.transpose;
+    o.accumulation = accumulation;
+    PMO_TRY(kernels_.wgrad_float8(&o, stream_));
+  }
+  return PMO_OK;
 }
 
 }  // namespace layer

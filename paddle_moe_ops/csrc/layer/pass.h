@@ -42,6 +42,12 @@ struct Columns {
   int64_t first, width;
 };
 
+// Codes of row blocks as an operand of wgrads.
+struct ColumnCodes {
+  void* codes;
+  float* scales;
+};
+
 class Pass {
  public:
   Pass(const pmo_layer_facts& facts, const pmo_layer_params& params, const pmo_layer_kernels& kernels, void* stream);
@@ -115,6 +121,8 @@ class Pass {
   int sum_dots(const float* dots);
   // dW2 = scaled^T dO and dW1 = X^T dH, where they are wanted.
   int wgrads(const void* scaled, const void* d_hidden);
+  // Memory of shared_codes_bytes.
+  void* shared_codes_ = nullptr;
 
   const pmo_layer_params& p_;
   const pmo_layer_facts& f_;
@@ -130,10 +138,14 @@ class Pass {
     return p_.transpose ? Matrices{data, outer, inner} : Matrices{data, inner, outer};
   }
   int wgrad(const Rows& tokens, const Rows& rows, bool gathers, bool tokens_first, int32_t accumulation, void* out);
+  // The same with float8 operands; `by_columns`: whether tokens have a scale per column, and `rows` one per 128.
+  int float8_wgrad(const Rows& tokens, const Rows& rows, bool by_columns, int32_t accumulation, void* out);
+  int quantize_columns(const Rows& rows, const int32_t* row_to_token, const Columns& columns, bool by_blocks, void* memory,
+                       ColumnCodes* codes);
   int32_t* tables_for(int32_t tile_rows) const;
   const int32_t* rows_end() const { return tables_ + layout_.stop() + f_.num_experts - 1; }  // end of the last expert's rows
 
-  int32_t first_tile_rows() const { return f_.float8 != 0 ? PMO_GROUPED_TILE_ROWS : PMO_GROUPED_TURNED_ROWS; }
+  int32_t first_tile_rows() const { return has_float8_tiles(f_) ? PMO_GROUPED_TILE_ROWS : PMO_GROUPED_TURNED_ROWS; }
 
   char* free_;  // the rest of the workspace
   int32_t* tables_ = nullptr;

@@ -102,9 +102,15 @@ bool gathers(const pmo_layer_facts& f, int64_t chunks) {
   return f.num_rows * f.inner <= (2 * f.num_rows + chunks * f.num_tokens) * limits.per_pass;
 }
 
-// Codes and scales of the rows of a float8 pass.
-int64_t float8_bytes(const pmo_layer_facts& f, const pmo_layer_plan& plan) {
-  int64_t bytes = codes_bytes(f.num_tokens, f.hidden) + codes_bytes(held_rows(f, plan), f.hidden);
+// Columns of tokens that a wgrad with float8 operands takes at a time: as many as fit the chunk buffer, which no GEMM uses then.
+int64_t wgrad_columns(const pmo_layer_facts& f, int64_t buffer_bytes) {
+  const int64_t bytes = std::max<int64_t>(column_codes_bytes(row_blocks(f), kColumnStep, false), 1);
+  return std::min(std::max(buffer_bytes / bytes, int64_t{1}) * kColumnStep, f.hidden);
+}
+
+// Codes and scales of the rows of a float8 pass, but for those that share memory with operands of wgrads.
+int64_t float8_bytes(const pmo_layer_facts& f) {
+  int64_t bytes = codes_bytes(f.num_tokens, f.hidden);
   if (f.backward == 0) bytes += codes_bytes(f.num_rows, f.inner);
   if (f.backward != 0 && f.keeps_hidden != PMO_LAYER_KEEPS_CODES) bytes += codes_bytes(f.num_rows, 2 * f.inner);
   return bytes;
@@ -114,6 +120,23 @@ int64_t float8_bytes(const pmo_layer_facts& f, const pmo_layer_plan& plan) {
 
 int64_t codes_bytes(int64_t rows, int64_t columns) {
   return aligned_bytes(rows * columns) + aligned_bytes(4 * rows * divide_up(columns, kGroup));
+}
+
+int64_t column_codes_bytes(int64_t blocks, int64_t columns, bool by_blocks) {
+  return aligned_bytes(blocks * columns * kGroup) +
+         aligned_bytes(4 * blocks * (by_blocks ? divide_up(columns, kGroup) : columns));
+}
+
+int64_t row_blocks(const pmo_layer_facts& f) { return std::min(f.num_rows / kGroup + f.num_experts, f.num_rows); }
+
+int64_t shared_codes_bytes(const pmo_layer_facts& f, const pmo_layer_plan& plan) {
+  if (plan.sum_tile_rows == PMO_GROUPED_FEW_ROWS) return 0;
+  int64_t bytes = f.float8 != 0 ? codes_bytes(held_rows(f, plan), f.hidden) : 0;
+  if (f.float8_wgrads != 0 && f.part != PMO_LAYER_DGRADS) {
+    bytes = std::max(
+        {bytes, column_codes_bytes(row_blocks(f), f.inner, false), column_codes_bytes(row_blocks(f), 2 * f.inner, true)});
+  }
+  return bytes;
 }
 
 int64_t matrix_codes_bytes(const pmo_layer_facts& f) {
@@ -160,15 +183,19 @@ pmo_layer_plan plan_of(const pmo_layer_facts& f) {
   if (plan.gathers) plan.num_chunks = 0;
   if (!plan.gathers && f.float8 == 0) buffer = std::max(buffer, held_rows(f, plan) * f.hidden);
   plan.buffer_bytes = std::min(buffer, f.num_rows * f.hidden) * kItemBytes;
+  if (f.float8_wgrads != 0 && f.part != PMO_LAYER_DGRADS) {
+    plan.wgrad_columns = wgrad_columns(f, plan.buffer_bytes);
+    plan.buffer_bytes = std::max(plan.buffer_bytes, column_codes_bytes(row_blocks(f), plan.wgrad_columns, false));
+  }
   // The buffer still contains its rows.
   const bool d_out_is_permuted = !plan.gathers && plan.num_chunks <= 1 && f.float8 == 0 && f.part == PMO_LAYER_WHOLE;
   const bool has_tokens = f.num_tokens > 0;
   plan.gathers_d_out = has_tokens && (plan.gathers || (!d_out_is_permuted && f.inner <= kMaxColumnsOfGatheringWgrad));
   plan.gathers_x = has_tokens && (plan.gathers || 2 * f.inner <= kMaxColumnsOfGatheringWgrad);
   plan.sum_tile_rows = plain_tile_rows(f, is_backward ? 2 * f.inner : f.inner, plan.chunk_columns);
-  if (f.float8 != 0) plan.sum_tile_rows = PMO_GROUPED_TILE_ROWS;
+  if (has_float8_tiles(f)) plan.sum_tile_rows = PMO_GROUPED_TILE_ROWS;
   if (few_rows) plan.sum_tile_rows = PMO_GROUPED_FEW_ROWS;
-  const int64_t heights = f.float8 != 0 || plan.sum_tile_rows != PMO_GROUPED_TILE_ROWS ? 1 : 2;
+  const int64_t heights = has_float8_tiles(f) || plan.sum_tile_rows != PMO_GROUPED_TILE_ROWS ? 1 : 2;
   plan.tables_size = few_rows ? 0 : heights * layout_of(f, plan).size();
   const int64_t rows_bytes = f.num_rows * kItemBytes;
   plan.bytes = aligned_bytes(plan.buffer_bytes) + aligned_bytes(4 * plan.tables_size);
@@ -176,7 +203,8 @@ pmo_layer_plan plan_of(const pmo_layer_facts& f) {
   const bool is_whole = f.part == PMO_LAYER_WHOLE;  // otherwise the caller has the memory
   if (is_whole && (is_backward || f.float8 == 0 || few_rows)) plan.bytes += aligned_bytes(rows_bytes * f.inner);
   if (is_whole && is_backward && !has_hidden) plan.bytes += aligned_bytes(rows_bytes * 2 * f.inner);
-  if (f.float8 != 0 && !few_rows) plan.bytes += float8_bytes(f, plan);
+  if (f.float8 != 0 && !few_rows) plan.bytes += float8_bytes(f);
+  plan.bytes += shared_codes_bytes(f, plan);
   if (f.float8 != 0 && f.has_codes == 0) plan.bytes += matrix_codes_bytes(f);
   if (is_backward && f.needs_d_weights) {
     plan.bytes += aligned_bytes(4 * f.num_rows * divide_up(f.inner, PMO_GROUPED_TILE_COLUMNS));

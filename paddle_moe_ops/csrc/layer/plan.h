@@ -34,6 +34,18 @@ int32_t tile_columns(int64_t inner, int64_t columns);
 int64_t codes_bytes(int64_t rows, int64_t columns);
 int64_t matrix_codes_bytes(const pmo_layer_facts& facts);
 
+// Bytes of row blocks as operands of wgrads: codes, and scales as `by_blocks` says.
+int64_t column_codes_bytes(int64_t blocks, int64_t columns, bool by_blocks);
+
+// Upper bound on the row blocks of all experts: tiles of 128 rows.
+int64_t row_blocks(const pmo_layer_facts& facts);
+
+// Memory that the codes of a chunk of rows and, later, a wgrad's operand of n or 2n columns share.
+int64_t shared_codes_bytes(const pmo_layer_facts& facts, const pmo_layer_plan& plan);
+
+// Whether all tiles have 128 rows, those of the float8 kernels.
+inline bool has_float8_tiles(const pmo_layer_facts& facts) { return facts.float8 != 0 || facts.float8_wgrads != 0; }
+
 // Rows of a row chunk and those that its last tile reads.
 int64_t held_rows(const pmo_layer_facts& facts, const pmo_layer_plan& plan);
 

@@ -18,7 +18,7 @@ __all__ = ["NAMES", "OPERATORS"]
 _MODULES = (
     *("route", "clean_rowmap", "slots", "row_id_map", "permute", "unpermute", "unpermute_backward", "sort_chunks"),
     *("quantize", "dequantize", "topk", "ranks", "few_tokens", "exchange", "grouped_rows", "matrices", "paddle_float8"),
-    *("index_add", "samples"),
+    *("index_add", "samples", "float8_wgrad"),
 )
 OPERATORS: dict[str, Operator] = {
     operator.key: operator for name in _MODULES for operator in import_module(f".{name}", __name__).OPERATORS

@@ -34,6 +34,7 @@
 
 #include "common/checks.h"
 #include "cuda/gemm/fp8_epilogue.cuh"
+#include "cuda/gemm/fp8_mainloop.cuh"
 #include "cuda/gemm/tensor_map.h"
 #include "cuda/ptx/shared_memory.cuh"
 #include "pmo/grouped_float8.h"
@@ -43,29 +44,17 @@ namespace cuda {
 namespace {
 
 constexpr int kStages = 4;
-constexpr int kFp8TileK = 128, kFp8Columns = 256;
-constexpr int kBytesOfRows = kTileRows * kFp8TileK, kStageBytes = kBytesOfRows + kFp8Columns * kFp8TileK;
-constexpr int kSharedBytes = kStages * kStageBytes + 1024 + kTableBytes;  // the first stage is aligned to 1024 bytes
+constexpr int kSharedBytes = kStages * kFp8StageBytes + 1024 + kTableBytes;  // the first stage is aligned to 1024 bytes
 
 template <pmo_grouped_result kEpilogue>
 constexpr int kResultColumns = kEpilogue == PMO_GROUPED_GATED ? kFp8Columns / 2 : kFp8Columns;
 
-constexpr int kClusterSize = 2;  // CTAs
-
 #ifdef PMO_SM90A
 
-constexpr int kBandRows = 16;                  // rows of tiles in a band, which share columns of the matrix in the L2
-constexpr int kBytesOfHalf = 128 * kFp8TileK;  // of a stage's matrix columns
+constexpr int kBandRows = 16;  // rows of tiles in a band, which share columns of the matrix in the L2
 
 using State = PipelineState<kStages>;
-
-struct Pipeline {
-  uint32_t first;
-  uint64_t *full, *empty;
-
-  __device__ uint32_t rows(int stage) const { return first + stage * kStageBytes; }
-  __device__ uint32_t columns(int stage) const { return rows(stage) + kBytesOfRows; }
-};
+using Pipeline = Fp8Pipeline<kStages>;
 
 // Coordinates of a tile, and whether the other CTA of the cluster has rows of the same expert in the same columns.
 struct Fp8Tile : GroupedTile {
@@ -73,13 +62,6 @@ struct Fp8Tile : GroupedTile {
 };
 
 using Fp8Queue = TileQueue<Fp8Tile, 2>;
-
-// Index of the cluster's next tile, from CTA 0 to CTA 1. Both mbarriers synchronise at cluster scope: a plain remote arrive at
-// `read` can overtake the load of `tile`, and CTA 0 would then overwrite an index that CTA 1 has not read.
-struct ClusterTile {
-  uint64_t sent, read;
-  volatile int tile;
-};
 
 // Coordinates of tile `tile_index` of this cluster, by all lanes of a warp. The CTAs of a cluster have tiles that follow each
 // other down a column. If one tile is left for both, both compute it and CTA 1 stores nothing (end = 0).
@@ -113,7 +95,7 @@ __device__ inline void schedule_tiles(const GroupedGemmParams& p, const ExpertTa
                                       ClusterTile& cluster_tile) {
   const int first_tile = __ldg(p.window), last_tile = __ldg(p.window + 1), clusters = gridDim.x / kClusterSize;
   const int tiles = (last_tile - first_tile + kClusterSize - 1) / kClusterSize * p.column_tiles;
-  const bool is_first = threadIdx.x % kWarpSize == 0, requests = blockIdx.x % kClusterSize == 0;
+  const bool is_first = threadIdx.x % kWarpSize == 0;
   Fp8Queue::State state;
   uint32_t phase = 0;
   for (int tile_index = blockIdx.x / kClusterSize;; state.advance(), phase ^= 1) {
@@ -122,21 +104,10 @@ __device__ inline void schedule_tiles(const GroupedGemmParams& p, const ExpertTa
     queue.producer_acquire(state);
     if (is_first) queue.push(state, tile);
     if (tile_index >= tiles) break;
-    if (is_first) {
-      if (requests) {
-        tile_index = p.scheduler.next_tile(clusters);
-        mbarrier_wait_parity_acquire_cluster(&cluster_tile.read, phase ^ 1);
-        st_shared_cluster(&cluster_tile.tile, tile_index, 1);
-        mbarrier_arrive_release_cluster(&cluster_tile.sent, 1);
-      } else {
-        mbarrier_wait_parity_acquire_cluster(&cluster_tile.sent, phase);
-        tile_index = cluster_tile.tile;
-        mbarrier_arrive_release_cluster(&cluster_tile.read, 0);
-      }
-    }
+    if (is_first) tile_index = cluster_tile.next(p.scheduler, clusters, phase);
     tile_index = __shfl_sync(kAllLanes, tile_index, 0);
   }
-  if (requests && is_first) p.scheduler.finish(clusters);
+  if (is_first && ClusterTile::requests()) p.scheduler.finish(clusters);
 }
 
 // Load warp: TMA loads of all tiles of the CTA.
@@ -151,27 +122,22 @@ __device__ inline void load_tiles(const GroupedGemmParams& p, const Pipeline& pi
       mbarrier_wait_parity(&pipeline.empty[state.stage], state.phase ^ 1);
       if (elect_sync()) {
         uint64_t* full = &pipeline.full[state.stage];
-        const uint32_t columns = pipeline.columns(state.stage);
+        const uint32_t columns = pipeline.b(state.stage);
         const int k_offset = step * kFp8TileK;
-        mbarrier_arrive_expect_tx(full, kStageBytes);
-        tma_load_2d(pipeline.rows(state.stage), &p.rows, full, k_offset, tile.row - p.first_row);
+        mbarrier_arrive_expect_tx(full, kFp8StageBytes);
+        tma_load_2d(pipeline.a(state.stage), &p.rows, full, k_offset, tile.row - p.first_row);
         if (tile.shares_matrix) {
-          tma_load_3d_multicast(columns + rank * kBytesOfHalf, &p.matrix, full, k_offset, rank == 0 ? column : next, tile.expert,
-                                0b11);
+          tma_load_3d_multicast(columns + rank * kFp8BytesOfHalf, &p.matrix, full, k_offset, rank == 0 ? column : next,
+                                tile.expert, 0b11);
         } else {
           tma_load_3d(columns, &p.matrix, full, k_offset, column, tile.expert);
-          tma_load_3d(columns + kBytesOfHalf, &p.matrix, full, k_offset, next, tile.expert);
+          tma_load_3d(columns + kFp8BytesOfHalf, &p.matrix, full, k_offset, next, tile.expert);
         }
       }
       state.advance();
     }
   }
 }
-
-// Scales of one stage: of a thread's two rows, and of the matrix in both halves of the tile.
-struct StageScales {
-  float row[2], half[2];
-};
 
 // Addresses of these scales for K block 0.
 struct ScaleReader {
@@ -197,28 +163,6 @@ __device__ inline ScaleReader scale_reader(const Fp8Params& p, const GroupedTile
   return reader;
 }
 
-// Promotion: d += scales * the accumulators of one stage and one half of the columns.
-template <int kFirst>
-__device__ inline void promote_accumulators(float (&d)[128], const float (&partial)[64], const StageScales& scales) {
-  const float scale = scales.half[kFirst / 64];
-  const float of_row[2] = {__fmul_rn(scales.row[0], scale), __fmul_rn(scales.row[1], scale)};
-#pragma unroll
-  for (int i = 0; i < 64; ++i) d[kFirst + i] = fmaf(partial[i], of_row[i / 2 % 2], d[kFirst + i]);
-}
-
-// All MMAs of one stage and one half of the columns; returns after they have completed.
-__device__ inline void wgmma_stage(float (&partial)[64], uint32_t rows, uint32_t columns) {
-  wgmma_fence();
-  const uint64_t a = smem_descriptor(rows, 0, 1024), b = smem_descriptor(columns, 0, 1024);
-  constexpr int kNext = 32 >> 4;  // 32 bytes along K
-  wgmma_m64k32_e4m3<128, 0, 0>(partial, a, b);
-#pragma unroll
-  for (int k = 1; k < kFp8TileK / 32; ++k) wgmma_m64k32_e4m3<128, 0, 1>(partial, a + k * kNext, b + k * kNext);
-  wgmma_commit_group();
-  wgmma_wait_group<0>();
-  register_fence(partial);
-}
-
 // Consumer warpgroup: mainloop and epilogue of 64 rows of every tile of the CTA.
 template <pmo_grouped_result kEpilogue, bool kFp8Hidden>
 __device__ inline void consume_tiles(const Fp8Params& p, const Pipeline& pipeline, Fp8Queue& queue) {
@@ -226,40 +170,19 @@ __device__ inline void consume_tiles(const Fp8Params& p, const Pipeline& pipelin
   // The shuffle tells the compiler that the value is uniform in a warp.
   const int consumer = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroupThreads, 0) - 1;
   const int row_of_thread = 64 * consumer + threadIdx.x % kWarpgroupThreads / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
-  const bool arrives = threadIdx.x % kWarpSize < kClusterSize;  // lane i arrives at CTA i
   const int steps = (g.inner + kFp8TileK - 1) / kFp8TileK;
   State state;
   Fp8Queue::State at;
   float partial[64] = {};
   for (GroupedTile tile = queue.pop(at); tile.expert != kNoMoreTiles; tile = queue.pop(at)) {
     const int row = tile.row + row_of_thread;
-    const ScaleReader reader = scale_reader<kEpilogue>(p, tile, row);
     float d[128] = {};
-    StageScales next = reader.load(0);
-    for (int step = 0; step < steps; ++step) {
-      const StageScales scales = next;
-      next = reader.load(min(step + 1, steps - 1));
-      const uint32_t rows = pipeline.rows(state.stage) + consumer * (kBytesOfRows / 2), columns = pipeline.columns(state.stage);
-      mbarrier_wait_parity(&pipeline.full[state.stage], state.phase);
-      wgmma_stage(partial, rows, columns);
-      promote_accumulators<0>(d, partial, scales);
-      wgmma_stage(partial, rows, columns + kBytesOfHalf);
-      if (arrives) mbarrier_arrive_remote(&pipeline.empty[state.stage], threadIdx.x % kWarpSize);
-      promote_accumulators<64>(d, partial, scales);
-      state.advance();
-    }
+    fp8_mainloop(d, partial, pipeline, state, steps, scale_reader<kEpilogue>(p, tile, row), consumer);
     epilogue_fp8<kEpilogue, kFp8Hidden>(p, d, tile, row);
   }
 }
 
 #endif  // PMO_SM90A
-
-// Architectures before sm_90, where kernels are empty, have no clusters.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-#define PMO_CLUSTER(blocks)
-#else
-#define PMO_CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
-#endif
 
 // kFp8Hidden: hidden is kept as float8 codes and scales.
 template <pmo_grouped_result kEpilogue, bool kFp8Hidden>
@@ -272,18 +195,11 @@ __global__ void PMO_CLUSTER(kClusterSize) __launch_bounds__(kBlockThreads, 1)
   __shared__ ClusterTile cluster_tile;
   const ExpertTables tables = load_tables(p.grouped, reinterpret_cast<int32_t*>(shared + kSharedBytes - kTableBytes));
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < kStages; ++stage) {
-      mbarrier_init(&full[stage], 1);
-      mbarrier_init(&empty[stage], kClusterSize * 2 * kWarpgroupThreads / kWarpSize);
-    }
     queue.init(1 + 2 * kWarpgroupThreads / kWarpSize);
-    mbarrier_init(&cluster_tile.sent, 1);
-    mbarrier_init(&cluster_tile.read, 1);
-    fence_mbarrier_init();
+    cluster_tile.init();
   }
-  __syncthreads();
+  const Pipeline pipeline = init_pipeline<Pipeline>(shared, full, empty, 1, 2 * kClusterSize);
   barrier_cluster_sync();
-  const Pipeline pipeline = {(smem_address(shared) + 1023) / 1024 * 1024, full, empty};
   if (threadIdx.x < kWarpgroupThreads) {
     setmaxnreg_dec<kProducerRegisters>();
     const int warp = threadIdx.x / kWarpSize;

@@ -34,7 +34,6 @@
 #include <utility>
 
 #include "common/checks.h"
-#include "cuda/gemm/tensor_map.h"
 #include "cuda/gemm/wgrad_epilogue.cuh"
 
 namespace pmo {
@@ -206,20 +205,9 @@ int wgrad(const pmo_grouped_outer_params& p, cudaStream_t stream) {
   a.gathered = {column_a.rows, p.row_to_token, static_cast<uint32_t>(column_a.row_stride * 2), static_cast<int>(p.num_sources)};
   a.columns_a = static_cast<int>(column_a.columns);
   a.columns_b = static_cast<int>(column_b.columns);
-  const bool is_float32 = p.accumulation == PMO_GROUPED_ADDS_FLOAT32;
-  char* const block = static_cast<char*>(p.out) + (p.first_p * p.out_columns + p.first_q) * (is_float32 ? 4 : 2);
-  Tensor results = {
-      block, 3, {p.q_columns, p.p_columns, p.num_experts}, {p.out_columns, p.out_rows * p.out_columns}, {64, 64, 1}};
-  if (p.accumulation == PMO_GROUPED_ADDS) {
-    a.sums = block;
-    a.sums_expert_stride = p.out_rows * p.out_columns;
-    a.sums_row_stride = p.out_columns;
-  } else if (is_float32) {
-    results.box[0] = 32;
-    if (const int status = encode(results, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, &a.out)) return status;
-  } else if (const int status = encode(results, is_bfloat16, &a.out)) {
-    return status;
-  }
+  const WgradResults results = {p.out,     p.num_experts, p.out_rows,  p.out_columns,  p.first_p,
+                                p.first_q, p.p_columns,   p.q_columns, p.accumulation, is_bfloat16};
+  if (const int status = results.set(&a)) return status;
   a.first = p.first;
   a.stop = p.stop;
   a.num_rows = static_cast<int>(p.num_rows);

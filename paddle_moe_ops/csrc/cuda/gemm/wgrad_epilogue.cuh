@@ -11,10 +11,35 @@
 #pragma once
 
 #include "cuda/gemm/epilogue.cuh"
+#include "cuda/gemm/tensor_map.h"
 #include "cuda/gemm/wgrad_producer.cuh"
 
 namespace pmo {
 namespace cuda {
+
+// The part of stacked matrices [E, out_rows, out_columns] that a launch computes: `rows` x `columns` elements of each.
+struct WgradResults {
+  void* out;
+  int64_t num_experts, out_rows, out_columns, first_row, first_column, rows, columns;
+  int32_t accumulation;
+  bool is_bfloat16;
+
+  // Sets the fields of the kernel's params that describe them. Returns a status.
+  int set(WgradParams* a) const {
+    const bool is_float32 = accumulation == PMO_GROUPED_ADDS_FLOAT32;
+    char* const block = static_cast<char*>(out) + (first_row * out_columns + first_column) * (is_float32 ? 4 : 2);
+    Tensor results = {block, 3, {columns, rows, num_experts}, {out_columns, out_rows * out_columns}, {64, 64, 1}};
+    if (accumulation == PMO_GROUPED_ADDS) {
+      a->sums = block;
+      a->sums_expert_stride = out_rows * out_columns;
+      a->sums_row_stride = out_columns;
+      return PMO_OK;
+    }
+    if (!is_float32) return encode(results, is_bfloat16, &a->out);
+    results.box[0] = 32;
+    return encode(results, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, &a->out);
+  }
+};
 
 #ifdef PMO_SM90A
 

@@ -28,6 +28,11 @@
 //   rows of Q(dO) -> dA' = Q(dO) Q(W2)^T -> dH, Q(dH), s A and ds
 //   Q(dH) Q(W1)^T -> rows of dX -> sums                 wgrads as above
 //
+// Wgrads may have float8 operands, too. Their K is an expert's rows, so they are quantised anew, by blocks of 128 rows: C with one
+// scale per column, B with one per 128 columns:
+//
+//   dW2 = C(s A)^T B(dO), dW1 = C(X)^T B(dH)            by column chunks of dO and X
+//
 // Each pass reads its own form of each matrix, the one with contiguous K, and quantises the matrices unless their codes are given.
 #pragma once
 
@@ -75,6 +80,7 @@ typedef struct pmo_layer_facts {
   int32_t has_codes;        // whether the codes of the matrices are given: float8 ones with float8, otherwise integers
   int32_t codes_format;     // of integer codes: PMO_MATRIX_INT8, PMO_MATRIX_INT4 or PMO_MATRIX_INT4_1X128
   int32_t part;             // pmo_layer_part of a backward pass
+  int32_t float8_wgrads;    // whether the wgrads of a backward pass have float8 operands; with float8, or PMO_LAYER_WGRADS
 } pmo_layer_facts;
 
 // The choices of a pass.
@@ -83,6 +89,7 @@ typedef struct pmo_layer_plan {
   int64_t num_chunks;     // number of row chunks; 0 if the GEMM gathers
   int64_t chunk_columns;  // of a column chunk
   int64_t buffer_bytes;   // of the chunk buffer
+  int64_t wgrad_columns;  // of a column chunk of wgrads with float8 operands; 0 without
   int64_t tables_size;    // int32 entries of the tile schedules; 0 with the kernel for few rows
   int64_t bytes;          // workspace of the pass: the buffer and all other temporary arrays
   int32_t gathers;        // whether the GEMM whose rows are tokens gathers them
@@ -148,6 +155,8 @@ typedef struct pmo_layer_kernels {
   int (*quantize)(const pmo_quantize_params*, void* stream);  // from here on only with float8 operands
   int (*quantize_blocks)(const pmo_quantize_blocks_params*, void* stream);
   int (*gemm_float8)(const pmo_grouped_float8_params*, void* stream);
+  int (*quantize_columns)(const pmo_quantize_columns_params*, void* stream);  // from here on only with float8 wgrads
+  int (*wgrad_float8)(const pmo_grouped_outer_float8_params*, void* stream);
 } pmo_layer_kernels;
 
 // One pass. No host synchronisation. Rows of no expert are not read, and not written but for clears_hidden.
