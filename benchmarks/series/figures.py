@@ -117,6 +117,13 @@ def _serving(lines: _Lines) -> Iterator[Figure]:
                 yield Figure(f"{title}: {name}", shape, read, "GB/s", name.startswith("ours"))
 
 
+def _served_models(lines: _Lines) -> Iterator[Figure]:
+    for line in lines:
+        for way in ("eager", "graph"):
+            name = f"decoder: {line['format']}, {way}"
+            yield Figure(name, str(line["batch"]), 1e6 * line["batch"] / line[way]["us"], "tokens/s", way == "graph")
+
+
 def _exchanges(lines: _Lines) -> Iterator[Figure]:
     for line in lines:
         ours = line["what"].startswith(("dispatch", "combine", "layer"))
@@ -163,6 +170,7 @@ _READERS: dict[str, Callable[[_Lines], Iterator[Figure]]] = {
     "grouped-gemm": _grouped_gemm,
     "public-calls": _public_calls,
     "serving": _serving,
+    "served-model": _served_models,
     "loss-curves": lambda lines: iter(()),  # no speeds
     "expert-parallel": _exchanges,
     "expert-parallel-few": _exchanges,

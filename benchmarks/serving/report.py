@@ -1,12 +1,13 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Writes serving_performance.md to build/pages from ``benchmarks/results/*-serving.jsonl``.
+"""Writes serving_performance.md to build/pages from ``*-serving.jsonl`` and ``*-served-model.jsonl`` of the results.
 
 python3 -m benchmarks.serving.report
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,16 @@ uniformly. The router's matrix product and its top-k are not included.
 * *kind* is the form of the matrices. Tokens are bfloat16; with float8 both quantise rows in the measured time.
 * *SGLang* is the Triton kernel of its wheel between plain kernels for SwiGLU and the sum over slots. The benchmark
   tunes its tiles for each row, and gives it its maps. *ratio* is its time over ours with maps given.
+
+"""
+MODEL_INTRODUCTION = """## A whole decoder
+
+The decoder of `examples/serve_ernie45_moe.py` under Paddle: a step appends a token to each sequence of the batch. Times
+are microseconds of a step, medians of rounds of 16 steps with the larger distance of the fastest and the slowest round.
+
+* *eager* is limited by the host, which launches each operator. *graph* replays one CUDA graph for every step.
+* *tokens/s* are those of the graph. In every row it wrote the bits of the eager steps: tokens, keys and values.
+* *experts* is the format of the experts' matrices; `none` is bfloat16.
 
 """
 _COLUMNS = ("model", "kind", "tokens", "experts with rows", "floor", "from ids", "maps given", "SGLang", "ratio")
@@ -72,8 +83,25 @@ def _refuse_wrong(path: Path, lines: list[dict[str, Any]]) -> None:
         raise SystemExit(f"{path}: wrong results at {wrong}; measure again")
 
 
-def page(paths: list[Path]) -> str:
-    """The text of the page."""
+def _of_model(path: Path) -> str:
+    """The part of the page about a decoder."""
+    machine, *lines = load(path)
+    if differ := [(each["format"], each["batch"]) for each in lines if not each.get("same_bits", False)]:
+        raise SystemExit(f"{path}: the graph's bits differ at {differ}; measure again")
+    sizes = ", ".join(f"{name} {size}" for name, size in machine["sizes"].items())
+    text = f"### {machine['gpu']}\n\nCommit {machine['commit']}, {machine['date']}, Paddle {machine['paddle']}. "
+    text += f"Other operators than the package's: {machine['dense']}. Sizes: {sizes}.\n\n"
+    text += "| experts | batch | eager | graph | eager / graph | tokens/s |\n|---|---|---|---|---|---|\n"
+    for line in lines:
+        eager, graph = line["eager"], line["graph"]
+        cells = [line["format"], line["batch"], _time(line, "eager"), _time(line, "graph")]
+        cells += [f"{eager['us'] / graph['us']:.2f}", f"{1e6 * line['batch'] / graph['us']:,.0f}"]
+        text += f"| {' | '.join(map(str, cells))} |\n"
+    return f"{text}\n"
+
+
+def page(paths: list[Path], of_models: Sequence[Path] = ()) -> str:
+    """The text of the page from results of layers and of whole decoders."""
     text = INTRODUCTION
     for path in paths:
         machine, *lines = load(path)
@@ -84,13 +112,15 @@ def page(paths: list[Path]) -> str:
         )
         text += f"fastest read {machine['read_tbs']:.2f} TB/s.\n\n{_HEAD}{''.join(map(_row, lines))}\n"
     sizes = (f"{name} {hidden}, {inner}, {experts}, {topk}" for name, (hidden, inner, experts, topk) in MODELS.items())
-    return f"{text}Hidden size, inner size, experts and experts of a token: {'; '.join(sizes)}.\n"
+    text += f"Hidden size, inner size, experts and experts of a token: {'; '.join(sizes)}.\n"
+    return text + (f"\n{MODEL_INTRODUCTION}{''.join(map(_of_model, of_models))}" if of_models else "")
 
 
 def main(target: Path = PAGE) -> int:
     """Write the page."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(page(sorted(RESULTS.glob("*-serving.jsonl"))), encoding="utf-8")
+    layers, models = (sorted(RESULTS.glob(f"*-{kind}.jsonl")) for kind in ("serving", "served-model"))
+    target.write_text(page(layers, models), encoding="utf-8")
     return 0
 
 

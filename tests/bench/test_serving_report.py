@@ -47,6 +47,37 @@ def test_wrong_results_of_this_package_are_refused(name: str, tmp_path: Path) ->
         page_of(tmp_path, kind="int8", **{name: {"error": "RuntimeError: out is 1 of its norm off"}})
 
 
+def model_page_of(path: Path, **line: Any) -> str:
+    """The page of a decoder's result with one line."""
+    machine = {
+        "machine": True,
+        "gpu": "NVIDIA X",
+        "commit": "abc",
+        "date": "today",
+        "paddle": "3.3",
+        "dense": "its own",
+    }
+    machine["sizes"] = {"hidden": 64, "experts": 8}
+    result = {"format": "int8", "batch": 4, "eager": time(6000), "graph": time(2000), "same_bits": True, **line}
+    file = path / "x-served-model.jsonl"
+    file.write_text("\n".join(json.dumps(each) for each in (machine, result)))
+    return report.page([], [file])
+
+
+def test_a_decoder_shows_the_tokens_per_second_of_its_graph(tmp_path: Path) -> None:
+    text = model_page_of(tmp_path)
+    assert "| int8 | 4 | 6000.0 ±2.0 | 2000.0 ±2.0 | 3.00 | 2,000 |\n" in text
+    assert (
+        "Commit abc, today, Paddle 3.3. Other operators than the package's: its own. Sizes: hidden 64, experts 8."
+        in text
+    )
+
+
+def test_a_graph_with_other_bits_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"the graph's bits differ at \[\('int8', 4\)\]; measure again$"):
+        model_page_of(tmp_path, same_bits=False)
+
+
 def test_the_results_of_the_repository_make_a_page(tmp_path: Path) -> None:
     target = tmp_path / "pages" / "serving_performance.md"
     assert report.main(target) == 0
