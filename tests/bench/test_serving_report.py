@@ -34,10 +34,11 @@ def test_a_line_shows_spreads_and_how_much_slower_the_peer_is(tmp_path: Path) ->
     assert "## NVIDIA X\n\nCommit abc, today, PyTorch 2, SGLang 0.5; fastest read 4.00 TB/s.\n" in text
 
 
-def test_a_peer_may_be_wrong_or_absent(tmp_path: Path) -> None:
-    assert "| 16.0 ±2.0 | wrong | - |\n" in page_of(tmp_path, **{PEER: {"error": "no kernel"}})
+def test_a_peer_may_be_wrong_fail_or_be_absent(tmp_path: Path) -> None:
+    assert "| 16.0 ±2.0 | wrong | - |\n" in page_of(tmp_path, **{PEER: {"error": "out is 1 of its norm off"}})
+    assert "| 16.0 ±2.0 | failed | - |\n" in page_of(tmp_path, **{PEER: {"error": "ImportError: no kernel"}})
     text = page_of(tmp_path)
-    assert "| 16.0 ±2.0 | - | - |\n" in text
+    assert "| 16.0 ±2.0 | - |\n" in text
     assert "SGLang 0" not in text
 
 
@@ -45,6 +46,14 @@ def test_a_peer_may_be_wrong_or_absent(tmp_path: Path) -> None:
 def test_wrong_results_of_this_package_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"wrong results at \[\('A', 'int8', 4\)\]; measure again$"):
         page_of(tmp_path, kind="int8", **{name: {"error": "RuntimeError: out is 1 of its norm off"}})
+
+
+def test_each_peer_has_a_column_and_the_fastest_one_counts(tmp_path: Path) -> None:
+    others = {"lmdeploy": time(30), "DeepGEMM, maps given": time(20)}
+    text = page_of(tmp_path, {"peers": {"lmdeploy": "0.18"}}, **{PEER: time(24)}, **others)
+    assert "| from ids | maps given | SGLang | lmdeploy | DeepGEMM | ratio |\n" in text
+    assert "| 20.0 ±2.0 | 16.0 ±2.0 | 24.0 ±2.0 | 30.0 ±2.0 | 20.0 ±2.0 | 1.25 |\n" in text
+    assert "PyTorch 2, lmdeploy 0.18; " in text
 
 
 def model_page_of(path: Path, **line: Any) -> str:
