@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.layer.inputs import Inputs
 from benchmarks.layer.library import Codes
+from benchmarks.packages import register_without_init
 
 from .plain import GROUP
 
@@ -28,12 +29,8 @@ _FILES = {"bf16": "fused_moe", "fp8_128x128": "blocked_fp8", "int8": "w8a8"}
 
 
 def _load(folder: Path) -> None:
-    """Register its packages without running their ``__init__``, which needs the whole of its dependencies."""
-    names = _KERNELS.split(".")
-    for count in range(1, len(names) + 1):
-        module = types.ModuleType(".".join(names[:count]))
-        module.__path__ = [str(folder.joinpath(*names[:count]))]
-        sys.modules.setdefault(module.__name__, module)
+    """Register its packages; their ``__init__`` needs all that it depends on."""
+    register_without_init(_KERNELS, folder)
     utils: Any = types.ModuleType("lmdeploy.utils")
     utils.get_logger = logging.getLogger
     sys.modules.setdefault("lmdeploy.utils", utils)
