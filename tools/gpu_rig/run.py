@@ -297,6 +297,17 @@ def cublas() -> dict[str, str]:
     return {"RIG_DEVICE_KERNELS": "1", "RIG_CUBLAS": str(found[0])}
 
 
+def bench_serving(extra: list[str]) -> int:
+    """Run the benchmark of a whole decoder, if the plug-in's own kernels of Paddle's operators pass their tests."""
+    install_library(RIG)
+    kernels = cublas()
+    command = [sys.executable, "-m", "pytest", "tests/rig", f"--device={DEVICE}", "-q", "-p", "no:cacheprovider"]
+    env = {**environment("ops"), **kernels}
+    if status := subprocess.run(command, cwd=ROOT, env=env, check=False).returncode:
+        return status
+    return bench_on_rig("benchmarks.serving.whole_model", "ops", extra, **kernels)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     benchmarks = ["bench_cpu", "bench_parallel", "bench_calls", "bench_serving"]
@@ -324,8 +335,7 @@ def main() -> int:
         options = ["--device", DEVICE, "--gpu", machine(RIG / "commit")["gpu"], "--out", str(arguments.out)]
         if arguments.what == "bench_calls":
             return bench_on_rig("benchmarks.public_calls", "ops", [*extra, *options])
-        options += ["--dense", "cuBLAS and plain kernels of the rig"]
-        return bench_on_rig("benchmarks.serving.whole_model", "ops", [*extra, *options], **cublas())
+        return bench_serving([*extra, *options, "--dense", "cuBLAS and plain kernels of the rig"])
     return run_suite(arguments.what, arguments.out, extra, arguments.limit)
 
 
