@@ -234,7 +234,8 @@ gpu-standin: $(VENV)/stamp-built ## the tests of operators, graphs and scenarios
 	$(MAKE) -f tools/gpu_rig/Makefile standin
 	cd build/gpu/standin/site && CI=1 GLOG_minloglevel=2 CUSTOM_DEVICE_ROOT=$(CURDIR)/build/gpu/standin/plugin \
 	LD_LIBRARY_PATH="$(CURDIR)/build/gpu/standin:$$($(CURDIR)/$(PY) -c 'import paddle; print(paddle.__path__[0])')/libs" \
-	$(CURDIR)/$(PY) -m pytest tests/ops tests/static tests/scenarios --device=cuda_rig:0 $(WORKERS) $(PYTEST_ARGS)
+	$(CURDIR)/$(PY) -m pytest tests/ops tests/static tests/scenarios --device=cuda_rig:0 $(WORKERS) $(PYTEST_ARGS) && \
+	RIG_DEVICE_KERNELS=1 $(CURDIR)/$(PY) -m pytest tests/rig --device=cuda_rig:0
 
 gpu-report: $(VENV)/stamp-deps ## build/pages/gpu_validation.md from benchmarks/results/gpu_tests; fails if a point is open
 	$(PY) tools/gpu_rig/report.py

@@ -273,7 +273,7 @@ def _failures(run: Run) -> str:
             raise ValueError(f"{row.key}, {case}: {row.impl} must be right, but got {why}; measure it again")
         cells.append((row.key, case, row.impl, why))
     table = markdown(("operation", "case", "impl", "why"), cells)
-    return f"\n### Not timed: the result was wrong\n\n{table}" if cells else ""
+    return f"\n### Not timed: wrong results and failures\n\n{table}" if cells else ""
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 
 from paddle_moe_ops.triton.launch.kernel_cache import KernelCache
 
-__all__ = ["TorchDevice", "gpu_facts"]
+__all__ = ["TorchDevice", "gpu_facts", "version_of"]
 
 
 class TorchDevice:
@@ -69,11 +69,12 @@ def gpu_facts() -> dict[str, Any]:
         "multiprocessors": properties.multi_processor_count,
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version_of("triton"),
     }
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The version of an installed package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -27,7 +27,7 @@ import torch
 import benchmarks.without_paddle  # noqa: F401  before the imports that need it
 from benchmarks.kernels.cuda_timer import count_launches
 from benchmarks.kernels.results import text_of
-from benchmarks.kernels.torch_device import gpu_facts
+from benchmarks.kernels.torch_device import gpu_facts, version_of
 from benchmarks.spread import time_fields
 
 from .implementations import FLOAT8, IMPLEMENTATIONS, WORKSPACE_MB, Passes
@@ -36,6 +36,11 @@ from .shapes import ROUTINGS, SHAPES, Shape
 
 _FLUSH_BYTES = 512 << 20  # several times the L2 of any GPU of today
 _CHECKED_TOKENS = 3
+_PACKAGES = {
+    "SonicMoE": ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl"),
+    "Liger": ("liger-kernel",),
+    "Unsloth": ("unsloth",),
+}
 # Largest error with bfloat16 operands and results, relative to the norm: H, A, rows and sums are rounded.
 _MOST_ERROR = 2e-2
 _MOST_ERROR_OF_FLOAT8 = 2e-1  # of a few tokens; tests compare with the oracle
@@ -185,6 +190,13 @@ def timed_lines(
         yield {**line, **timed}
 
 
+def peer_versions(implementations: list[str]) -> dict[str, str | None]:
+    """Versions of the packages that implementations run, by their names in the machine line."""
+    used = [start for start in _PACKAGES if any(each.startswith(start) for each in implementations)]
+    names = [name for start in used for name in _PACKAGES[start]]
+    return {name.removeprefix("nvidia-").replace("-", "_"): version_of(name) for name in names}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -212,7 +224,7 @@ def main() -> int:
 
         date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
         facts = {**gpu_facts(), "commit": arguments.commit, "date": date, "workspace_mb": WORKSPACE_MB}
-        report({"machine": True, **facts})
+        report({"machine": True, **facts, **peer_versions(arguments.impl)})
         for shape in arguments.shapes:
             for routing in arguments.routings:
                 for line in lines(shape, routing, *options):

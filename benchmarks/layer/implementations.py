@@ -16,7 +16,7 @@ from paddle_moe_ops.triton.gemm.types import Groups, Layer, Tokens
 
 from .inputs import Inputs
 from .library import LibraryLayer
-from .peers import UNSLOTH_CONFIGS, ProductByExpert, unsloth_grouped_gemm
+from .peers import UNSLOTH_CONFIGS, ProductByExpert, liger_moe, unsloth_grouped_gemm
 from .sonic import sonic_layer
 
 __all__ = ["FLOAT8", "IMPLEMENTATIONS", "WORKSPACE_MB", "Passes"]
@@ -115,6 +115,23 @@ def unsloth(inputs: Inputs, which: int) -> Passes:
     return Passes(forward, _gradients(leaves, i.d_out))
 
 
+def liger(inputs: Inputs) -> Passes:
+    """Liger's fused layer, whose routing is prepared: its own waits for the host."""
+    (module, prepare), i = liger_moe(), inputs
+    ids = i.ids.int()
+    routing = prepare(ids, i.shape.experts)
+    matrices = [each.transpose(1, 2).contiguous() for each in (i.gate_up, i.down)]
+    leaves = [each.detach().requires_grad_() for each in (i.x, i.probs, *matrices)]
+
+    def forward() -> tuple[torch.Tensor, Any]:
+        x, probs, gate_up, down = leaves
+        module.compute_routing_metadata = lambda *_: routing
+        out = module.LigerFusedMoEFunction.apply(x, gate_up, down, ids, probs)
+        return out.detach(), out
+
+    return Passes(forward, _gradients(leaves, i.d_out))
+
+
 def sonic(inputs: Inputs, tuned: bool = True) -> Passes:
     """SonicMoE's projections: matrices are brought into its layout before, and their gradients stay in it."""
     layer, leaves = sonic_layer(inputs, tuned)
@@ -142,6 +159,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Inputs], Passes]] = {
     "torch": torch_grouped,
     "cuBLAS by expert": cublas,
     **{f"Unsloth {which}": functools.partial(unsloth, which=which) for which in range(len(UNSLOTH_CONFIGS))},
+    "Liger": liger,
     "SonicMoE, here": sonic,
     "SonicMoE, here, untuned": functools.partial(sonic, tuned=False),
 }

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import types
@@ -13,7 +14,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["UNSLOTH_CONFIGS", "PaddedRows", "ProductByExpert", "deep_gemm", "unsloth_grouped_gemm"]
+from benchmarks.packages import register_without_init
+
+__all__ = ["UNSLOTH_CONFIGS", "PaddedRows", "ProductByExpert", "deep_gemm", "liger_moe", "unsloth_grouped_gemm"]
 
 _STREAMS = 4  # as in TransformerEngine's GroupedLinear, which runs its GEMMs in this way on Hopper
 
@@ -115,6 +118,21 @@ class PaddedRows:
         held = rows.new_zeros(len(self.experts), *rows.shape[1:])
         held[self.places] = rows
         return held
+
+
+@functools.cache
+def liger_moe() -> tuple[Any, Callable[..., Any]]:
+    """The module of Liger's fused layer of experts in Triton, and its function that prepares a routing.
+
+    Raises:
+        ImportError: it is not on the path.
+    """
+    found = [Path(entry) for entry in sys.path if (Path(entry) / "liger_kernel/ops/fused_moe.py").is_file()]
+    if not found:
+        raise ImportError("liger_kernel is not installed")
+    register_without_init("liger_kernel.ops", found[0])
+    module = importlib.import_module("liger_kernel.ops.fused_moe")
+    return module, module.compute_routing_metadata
 
 
 def unsloth_grouped_gemm() -> tuple[Callable[..., torch.Tensor], list[dict[str, Any]]]:

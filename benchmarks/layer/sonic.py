@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""The layer of SonicMoE (PyPI sonic-moe 0.1.2.post1, quack-kernels 0.3.11) on tensors of PyTorch and our routing.
+"""The layer of SonicMoE (sonic-moe 0.1.2.post1, quack-kernels 0.3.11 or 0.6.5) on PyTorch's tensors, with our routing.
 
 Its package has one autograd function for each projection, which take the routing as index maps; its router only makes
 those. Called in this way a layer is its two GEMMs with SwiGLU and the sum of each token's rows, like ours, without
@@ -36,7 +36,9 @@ def _choose(tuned: bool) -> None:
     quack = importlib.import_module("quack.gemm_interface")
     default = importlib.import_module("quack.autotuner").AutotuneConfig(config=None)
     for name in _TUNED:
-        function = getattr(quack, name)
+        function = getattr(quack, name, None)
+        if function is None:  # since 0.6 the gated GEMMs are tuned elsewhere
+            continue
         all_of_them = _found.setdefault(name, function.configs)
         function.configs = all_of_them if tuned else [default]
 

@@ -117,6 +117,19 @@ def _serving(lines: _Lines) -> Iterator[Figure]:
                 yield Figure(f"{title}: {name}", shape, read, "GB/s", name.startswith("ours"))
 
 
+def _served_models(lines: _Lines) -> Iterator[Figure]:
+    for line in lines:
+        for way in ("eager", "graph"):
+            name = f"decoder: {line['format']}, {way}"
+            yield Figure(name, str(line["batch"]), 1e6 * line["batch"] / line[way]["us"], "tokens/s", way == "graph")
+
+
+def _trainings(lines: _Lines) -> Iterator[Figure]:
+    for line in lines:
+        speed = 1e6 * line["tokens"] / line["us"]
+        yield Figure(f"training: {line['impl']}", line["model"], speed, "tokens/s", line["impl"].startswith("ours"))
+
+
 def _exchanges(lines: _Lines) -> Iterator[Figure]:
     for line in lines:
         ours = line["what"].startswith(("dispatch", "combine", "layer"))
@@ -163,6 +176,8 @@ _READERS: dict[str, Callable[[_Lines], Iterator[Figure]]] = {
     "grouped-gemm": _grouped_gemm,
     "public-calls": _public_calls,
     "serving": _serving,
+    "served-model": _served_models,
+    "training-speed": _trainings,
     "loss-curves": lambda lines: iter(()),  # no speeds
     "expert-parallel": _exchanges,
     "expert-parallel-few": _exchanges,

@@ -3,19 +3,21 @@
 r"""Times layers of experts of 1 to 1024 tokens on an NVIDIA GPU with PyTorch; Paddle is not needed.
 
     python3 -m benchmarks.serving --core-library libpmo_core.so --commit COMMIT \
-        --out benchmarks/results/h200-serving.jsonl [--sglang fused_moe_triton_kernels.py]
+        --out benchmarks/results/h200-serving.jsonl [--sglang FILE] [--lmdeploy FOLDER] [--peers DeepGEMM humming]
 
 Forward passes, replays of CUDA graphs with a cold L2. A line of the result is one model, kind of matrices and number of
 tokens: the floor (the bytes of the matrices of experts that have rows, at the fastest read of the process), ours from
-ids, which includes routing, ours with maps that are given, and SGLang's Triton kernels with maps that are given, tuned
-here, for the kinds that they have. With ``--sglang`` the file of SGLang's wheel that has these kernels is loaded and
-run.
+ids, which includes routing, ours with maps that are given, and peers for the kinds that they have. Code of peers is
+loaded and run: ``--sglang`` names fused_moe_triton_kernels.py of its wheel, whose tiles are tuned here; ``--lmdeploy``
+the folder of its unpacked wheel; the packages of the others must be on the path.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
+import importlib
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -34,19 +36,33 @@ from benchmarks.layer.shapes import Shape
 from benchmarks.spread import time_fields
 from tests.core.operators.route import route_params
 
+from .deep_gemm import deep_gemm_layer
+from .humming import humming_layer
+from .lmdeploy import lmdeploy_layer, lmdeploy_version
 from .models import KINDS, MODELS, TOKENS
-from .peers import PEER_KINDS, Peer
+from .plain import stored
+from .sglang import SGLang
 
 _FLUSH_BYTES = 512 << 20  # several times the L2 of any GPU of today
 _READ_BYTES = 8 << 30
+PACKAGES = {"DeepGEMM": "deep_gemm", "humming": "humming"}
 _MAPS = ("token_rows", "row_to_token", "row_probs", "tokens_per_expert", "expert_offsets")
 
 
-class Files(NamedTuple):
-    """Code that is measured."""
+class Code(NamedTuple):
+    """Code that is measured.
+
+    Attributes:
+        core_library: ours.
+        sglang: a file of SGLang's wheel, or None.
+        lmdeploy: the folder of lmdeploy's wheel, or None.
+        packages: names of the other peers.
+    """
 
     core_library: Path
     sglang: Path | None
+    lmdeploy: Path | None
+    packages: list[str]
 
 
 class Timer:
@@ -123,12 +139,41 @@ def layer_of(inputs: Inputs, kind: str) -> LibraryLayer:
     return LibraryLayer(inputs, keeps_hidden=False, integers=kind)
 
 
+def peers_of(code: Code, inputs: Inputs, kind: str, timer: Timer) -> dict[str, Callable[[], Callable[[], Any]]]:
+    """The peers that have a kind of matrices, as functions that make a layer."""
+    made: dict[str, Callable[[], Callable[[], Any]]] = {}
+
+    @functools.cache
+    def matrices() -> list[Any]:
+        return [stored(each, kind) for each in (inputs.gate_up, inputs.down)]
+
+    if (file := code.sglang) is not None and kind in ("bf16", "fp8_128x128", "int8"):
+        made["SGLang, maps given"] = lambda: SGLang(file, inputs, kind, matrices(), timer.samples_of).tuned()
+    if (folder := code.lmdeploy) is not None and kind in ("bf16", "fp8_128x128", "int8"):
+        made["lmdeploy"] = lambda: lmdeploy_layer(folder, inputs, kind, matrices())
+    if "DeepGEMM" in code.packages and kind == "fp8_128x128":
+        made["DeepGEMM, maps given"] = lambda: deep_gemm_layer(inputs, matrices())
+    if "humming" in code.packages and kind.startswith("int"):
+        made["humming, maps given"] = lambda: humming_layer(inputs, kind)
+    return made
+
+
+def versions_of(code: Code, sglang_version: str) -> dict[str, str]:
+    """The versions of the peers."""
+    found = {} if code.sglang is None else {"SGLang": sglang_version}
+    if code.lmdeploy is not None:
+        found["lmdeploy"] = lmdeploy_version(code.lmdeploy)
+    for name in code.packages:
+        found[name] = importlib.import_module(PACKAGES[name]).__version__
+    return found
+
+
 def line_of(
-    model: str, kind: str, tokens: int, timer: Timer, speed: float, core: CudaCore, files: Files
+    model: str, kind: str, tokens: int, timer: Timer, speed: float, core: CudaCore, code: Code
 ) -> dict[str, Any]:
     """The result of a model, a kind of matrices and a number of tokens."""
     hidden, inner, experts, topk = MODELS[model]
-    inputs = Inputs(Shape(tokens, hidden, inner, experts, topk), "even", files.core_library)
+    inputs = Inputs(Shape(tokens, hidden, inner, experts, topk), "even", code.core_library)
     touched = int((inputs.sizes > 0).sum())
     line: dict[str, Any] = {"model": model, "kind": kind, "tokens": tokens, "experts": touched}
     line["floor_us"] = round(KINDS[kind].bits / 8 * 3 * touched * hidden * inner / speed, 1)
@@ -141,13 +186,12 @@ def line_of(
         return layer.forward()[0]
 
     found: list[tuple[str, Callable[[], None]]] = []
-    peers: dict[str, Callable[[], Callable[[], torch.Tensor]]] = {
+    ways: dict[str, Callable[[], Callable[[], Any]]] = {
         "ours": lambda: whole,
         "ours, maps given": lambda: lambda: layer.forward()[0],
+        **peers_of(code, inputs, kind, timer),
     }
-    if (file := files.sglang) is not None and kind in PEER_KINDS:
-        peers["SGLang, maps given"] = lambda: Peer(file, inputs, kind, timer.samples_of).tuned()
-    for name, make in peers.items():
+    for name, make in ways.items():
         try:
             call = make()
             error = ((call()[:1].float() - due).norm() / due.norm()).item()
@@ -164,16 +208,16 @@ def line_of(
 
 def lines(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     timer, core = Timer(arguments.samples), CudaCore(arguments.core_library)
-    files = Files(arguments.core_library, arguments.sglang)
+    code = Code(arguments.core_library, arguments.sglang, arguments.lmdeploy, arguments.peers)
     speed = timer.bytes_per_us()
     date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     facts = {**gpu_facts(), "commit": arguments.commit, "date": date, "read_tbs": round(speed / 1e6, 3)}
-    yield {"machine": True, **facts, **({"sglang": arguments.sglang_version} if arguments.sglang else {})}
+    yield {"machine": True, **facts, "peers": versions_of(code, arguments.sglang_version)}
     for model, kind, tokens in itertools.product(arguments.models, arguments.kinds, arguments.tokens):
         _, _, experts, topk = MODELS[model]
         if tokens * topk > KINDS[kind].rows * experts:
             continue
-        yield line_of(model, kind, tokens, timer, speed, core, files)
+        yield line_of(model, kind, tokens, timer, speed, core, code)
         torch.cuda.empty_cache()
 
 
@@ -187,6 +231,8 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=15)
     parser.add_argument("--sglang", type=Path, help="SGLang's fused_moe_triton_kernels.py")
     parser.add_argument("--sglang-version", default="unknown")
+    parser.add_argument("--lmdeploy", type=Path, help="folder of lmdeploy's unpacked wheel")
+    parser.add_argument("--peers", nargs="+", default=[], choices=list(PACKAGES), help="on the path of Python")
     parser.add_argument("--commit", default="unknown", help="commit of the sources")
     failed = False
     arguments = parser.parse_args()

@@ -127,6 +127,14 @@ def test_of_unsloths_configurations_the_fastest_counts(written):
     assert "111" not in section
 
 
+def test_a_peer_is_named_with_its_version(written):
+    machine = {**MACHINE, "liger_kernel": "0.8.5"}
+    page = written(**{"a": [MACHINE, line()], "a-layer-peers": [machine, line(), line(impl="Liger", forward=250.0)]})
+    section = page[page.index("## Beside Unsloth, Liger and cuBLAS") :]
+    assert "liger_kernel 0.8.5" in section
+    assert "| ours | Liger |" in section
+
+
 SONIC = {**MACHINE, "sonic_moe": "0.1", "quack_kernels": "0.3", "cutlass_dsl": "4.4"}
 
 

@@ -56,6 +56,31 @@ def test_one_seed_has_no_spread(tmp_path):
     assert "| 100 | 2.0000 | 1.5000 | -0.5000 | 3.0000 | 3.0000 | +0.0000 |" in text
 
 
+def speed_of(impl, us, **fields):
+    return {"model": "demo", "impl": impl, "tokens": 4096, "peak_bytes": 3e9, "us": us, **fields}
+
+
+def test_the_speed_of_training_is_compared_with_pytorch(tmp_path):
+    lines = speed_of("ours", 2000.0, min_us=1900.0, max_us=2050.0), speed_of("torch", 4096.0)
+    text = report.page([], written(tmp_path / "h200-training-speed.jsonl", *lines))
+    assert "| demo | ours | 2.0 ±0.1 | 2,048,000 | 3.0 | 2.05 |" in text
+    assert "| demo | torch | 4.1 | 1,000,000 | 3.0 | 1.00 |" in text
+
+
+def test_a_model_is_trained_by_experts_of_pytorch_for_its_speed(tmp_path):
+    pytest.importorskip("torch")
+    from benchmarks.loss_curves import speed
+    from benchmarks.loss_curves.model import Sizes
+
+    models = {"tiny": Sizes(64, 32, 2, 4, 2, 16, 2, head=16)}
+    options = ["--out", str(tmp_path / "speed.jsonl"), "--device", "cpu", "--impl", "torch, by expert"]
+    assert speed.main(options, models) == 0
+    machine, found = map(json.loads, (tmp_path / "speed.jsonl").read_text().splitlines())
+    assert machine["machine"]
+    assert (found["tokens"], found["impl"]) == (32, "torch, by expert")
+    assert 0 < found["min_us"] <= found["us"] <= found["max_us"]
+
+
 def test_both_forms_train_from_the_same_start(tmp_path):
     pytest.importorskip("torch")
     from benchmarks.loss_curves.__main__ import main

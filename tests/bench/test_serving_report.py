@@ -34,10 +34,11 @@ def test_a_line_shows_spreads_and_how_much_slower_the_peer_is(tmp_path: Path) ->
     assert "## NVIDIA X\n\nCommit abc, today, PyTorch 2, SGLang 0.5; fastest read 4.00 TB/s.\n" in text
 
 
-def test_a_peer_may_be_wrong_or_absent(tmp_path: Path) -> None:
-    assert "| 16.0 ±2.0 | wrong | - |\n" in page_of(tmp_path, **{PEER: {"error": "no kernel"}})
+def test_a_peer_may_be_wrong_fail_or_be_absent(tmp_path: Path) -> None:
+    assert "| 16.0 ±2.0 | wrong | - |\n" in page_of(tmp_path, **{PEER: {"error": "out is 1 of its norm off"}})
+    assert "| 16.0 ±2.0 | failed | - |\n" in page_of(tmp_path, **{PEER: {"error": "ImportError: no kernel"}})
     text = page_of(tmp_path)
-    assert "| 16.0 ±2.0 | - | - |\n" in text
+    assert "| 16.0 ±2.0 | - |\n" in text
     assert "SGLang 0" not in text
 
 
@@ -45,6 +46,45 @@ def test_a_peer_may_be_wrong_or_absent(tmp_path: Path) -> None:
 def test_wrong_results_of_this_package_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"wrong results at \[\('A', 'int8', 4\)\]; measure again$"):
         page_of(tmp_path, kind="int8", **{name: {"error": "RuntimeError: out is 1 of its norm off"}})
+
+
+def test_each_peer_has_a_column_and_the_fastest_one_counts(tmp_path: Path) -> None:
+    others = {"lmdeploy": time(30), "DeepGEMM, maps given": time(20)}
+    text = page_of(tmp_path, {"peers": {"lmdeploy": "0.18"}}, **{PEER: time(24)}, **others)
+    assert "| from ids | maps given | SGLang | lmdeploy | DeepGEMM | ratio |\n" in text
+    assert "| 20.0 ±2.0 | 16.0 ±2.0 | 24.0 ±2.0 | 30.0 ±2.0 | 20.0 ±2.0 | 1.25 |\n" in text
+    assert "PyTorch 2, lmdeploy 0.18; " in text
+
+
+def model_page_of(path: Path, **line: Any) -> str:
+    """The page of a decoder's result with one line."""
+    machine = {
+        "machine": True,
+        "gpu": "NVIDIA X",
+        "commit": "abc",
+        "date": "today",
+        "paddle": "3.3",
+        "dense": "its own",
+    }
+    machine["sizes"] = {"hidden": 64, "experts": 8}
+    result = {"format": "int8", "batch": 4, "eager": time(6000), "graph": time(2000), "same_bits": True, **line}
+    file = path / "x-served-model.jsonl"
+    file.write_text("\n".join(json.dumps(each) for each in (machine, result)))
+    return report.page([], [file])
+
+
+def test_a_decoder_shows_the_tokens_per_second_of_its_graph(tmp_path: Path) -> None:
+    text = model_page_of(tmp_path)
+    assert "| int8 | 4 | 6000.0 ±2.0 | 2000.0 ±2.0 | 3.00 | 2,000 |\n" in text
+    assert (
+        "Commit abc, today, Paddle 3.3. Other operators than the package's: its own. Sizes: hidden 64, experts 8."
+        in text
+    )
+
+
+def test_a_graph_with_other_bits_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"the graph's bits differ at \[\('int8', 4\)\]; measure again$"):
+        model_page_of(tmp_path, same_bits=False)
 
 
 def test_the_results_of_the_repository_make_a_page(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ A stream that is captured refuses to be waited for. So a capture that succeeds h
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -21,6 +20,7 @@ from paddle_moe_ops import moe_mlp, permute, unpermute
 from paddle_moe_ops.backends.arrays import to_tensor
 from paddle_moe_ops.expert_parallel import ExpertParallel, Received
 from paddle_moe_ops.testing.equality import assert_bits_equal
+from tests.captured import Graph
 
 from .problems import bits
 from .processes import run
@@ -28,40 +28,6 @@ from .processes import run
 TOKENS, HIDDEN, INNER, EXPERTS, TOPK = 48, 128, 64, 8, 2
 ROOM = 40  # few tokens, less than there are
 ROUTINGS = "uniform", "one expert", "none", "half none", "uniform"
-# Paddle's allocator may ask the driver for memory meanwhile, which stays what it is until the process ends.
-RELAXED = 2
-
-
-class Graph:
-    """A CUDA graph of a function, captured by the driver and not yet launched.
-
-    Attributes:
-        made: what the function returned; its tensors are written by each launch.
-        nodes: how many kernels, copies and fills there are.
-    """
-
-    def __init__(self, stream: int, call: Callable[[], Any]) -> None:
-        self._driver, self._stream = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(stream)
-        graph, count, self._program = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_void_p()
-        self._call("cuStreamBeginCapture_v2", self._stream, RELAXED)
-        try:
-            self.made = call()
-        except Exception:
-            self._driver.cuStreamEndCapture(self._stream, ctypes.byref(graph))
-            raise
-        self._call("cuStreamEndCapture", self._stream, ctypes.byref(graph))
-        self._call("cuGraphGetNodes", graph, None, ctypes.byref(count))
-        self._call("cuGraphInstantiateWithFlags", ctypes.byref(self._program), graph, ctypes.c_ulonglong(0))
-        self.nodes = count.value
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        status = getattr(self._driver, name)(*arguments)
-        assert status == 0, f"{name} answered {status}"
-
-    def launch(self) -> None:
-        """Run what was captured, and wait for it."""
-        self._call("cuGraphLaunch", self._program, self._stream)
-        self._call("cuStreamSynchronize", self._stream)
 
 
 def load(tensor: paddle.Tensor, array: NDArray) -> None:

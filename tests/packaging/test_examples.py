@@ -42,6 +42,13 @@ def test_a_block_made_of_operators_trains_its_router_and_matches_the_dense_formu
     assert float(last) < 0.5 * float(first)
 
 
+def test_a_decoder_with_quantised_experts_is_served():
+    lines = run(str(EXAMPLES / "serve_ernie45_moe.py"), "--format", "int8", "--batch", "2").splitlines()
+    assert re.fullmatch(r"eager: \d+ tokens/s", lines[-3])
+    assert len(lines[-2].split()) == 50
+    assert lines[-1] == "PASSED"
+
+
 @pytest.mark.slow
 def test_a_language_model_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path):
     whole, half, rest = (

@@ -13,6 +13,7 @@
 #include "paddle/phi/kernels/activation_kernel.h"
 #include "paddle/phi/kernels/add_n_kernel.h"
 #include "paddle/phi/kernels/arange_kernel.h"
+#include "paddle/phi/kernels/arg_min_max_kernel.h"
 #include "paddle/phi/kernels/argsort_grad_kernel.h"
 #include "paddle/phi/kernels/argsort_kernel.h"
 #include "paddle/phi/kernels/bitwise_kernel.h"
@@ -127,6 +128,7 @@ void RigShareData(const Context& dev_ctx, const DenseTensor& x, DenseTensor* out
   KERNEL(all, AllKernel)                                 \
   KERNEL(any, AnyKernel)                                 \
   KERNEL(arange_tensor, ArangeTensorKernel)              \
+  KERNEL(argmax, ArgMaxKernel)                           \
   KERNEL(argsort, ArgsortKernel)                         \
   KERNEL(argsort_grad, ArgsortGradKernel)                \
   KERNEL(assign_raw, RigAssignRaw)                       \
@@ -209,6 +211,7 @@ void RigShareData(const Context& dev_ctx, const DenseTensor& x, DenseTensor* out
   KERNEL(pow_grad, PowGradKernel)                        \
   KERNEL(put_along_axis, PutAlongAxisKernel)             \
   KERNEL(remainder, RemainderKernel)                     \
+  KERNEL(rsqrt, RsqrtKernel)                             \
   KERNEL(scale, ScaleKernel)                             \
   KERNEL(scatter, ScatterKernel)                         \
   KERNEL(searchsorted, SearchsortedKernel)               \

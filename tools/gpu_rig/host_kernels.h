@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // A kernel for the custom device from a CPU kernel of Paddle: copies inputs to the host, runs the CPU kernel, copies outputs
-// back.
+// back. If the device has a kernel of its own for the arguments, that one runs instead.
 //
 // Copies move whole memory blocks of tensors, once per call; an image on the host has the block's size. So strides, offsets,
 // views and outputs that share memory with an input are the same on both sides, and need no code of their own.
@@ -25,6 +25,10 @@
 #include "paddle/phi/core/kernel_registry.h"
 
 namespace rig {
+
+// The device's own kernel of a name, null if there is none: a function of the kernel's arguments that returns false for
+// arguments that it does not take. Weak: plug-ins may have none at all.
+__attribute__((weak)) void* FindDeviceKernel(const char* name);
 
 inline void Check(C_Status status) {
   if (status != C_SUCCESS) PADDLE_THROW(common::errors::External("%s: a copy to or from the host failed", kDeviceType));
@@ -243,6 +247,9 @@ struct HostKernel<Name, dtype, void (*)(const phi::CPUContext&, Arguments...)> {
     return form;
   }
   static void Run(const phi::DeviceContext& context, Arguments... arguments) {
+    using Own = bool (*)(const phi::DeviceContext&, Arguments...);
+    static const Own own = FindDeviceKernel == nullptr ? nullptr : reinterpret_cast<Own>(FindDeviceKernel(Name::kText));
+    if (own != nullptr && own(context, arguments...)) return;
     Shared::Run(Form(), static_cast<const phi::CustomContext&>(context), arguments...);
   }
   static void RunInProgram(phi::KernelContext* context) { Shared::Run(Form(), context); }

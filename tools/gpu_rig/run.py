@@ -9,6 +9,7 @@
     run.py bench_cpu --out FILE      benchmark the CPU operators of the rig; other options are those of the benchmark
     run.py bench_parallel --out FILE benchmark expert parallelism between two GPUs
     run.py bench_calls --out FILE    time public functions
+    run.py bench_serving --out FILE  decode with a whole model, whose dense operators run on the GPU
 
 Every suite is one pytest command; its counts are those of pytest's own report, or of the sanitizer's.
 """
@@ -280,16 +281,37 @@ def bench_cpu(extra: list[str]) -> int:
     return subprocess.run([*command, *extra], cwd=ROOT, env=env, check=False).returncode
 
 
-def bench_on_rig(module: str, suite: str, extra: list[str]) -> int:
-    """Run a benchmark of Paddle's operators on the GPU, in the environment of a suite; `extra` are its options."""
+def bench_on_rig(module: str, suite: str, extra: list[str], **more: str) -> int:
+    """Run a benchmark of Paddle's operators on the GPU, with options `extra`; `more` adds to a suite's environment."""
     install_library(RIG)
     command = [sys.executable, "-m", module, "--commit", (RIG / "commit").read_text().strip()]
-    return subprocess.run([*command, *extra], cwd=ROOT, env=environment(suite), check=False).returncode
+    return subprocess.run([*command, *extra], cwd=ROOT, env={**environment(suite), **more}, check=False).returncode
+
+
+def cublas() -> dict[str, str]:
+    """Return the environment in which the plug-in's own kernels of Paddle's operators run, with PyTorch's cuBLAS."""
+    wheels = [path for folder in map(Path, sys.path) for path in folder.glob("nvidia/*/lib/libcublas.so.*")]
+    found = [*wheels, *Path("/usr/local/cuda/lib64").glob("libcublas.so.*")]
+    if not found:
+        raise SystemExit("run.py: neither PyTorch's wheels nor /usr/local/cuda have libcublas.so")
+    return {"RIG_DEVICE_KERNELS": "1", "RIG_CUBLAS": str(found[0])}
+
+
+def bench_serving(extra: list[str]) -> int:
+    """Run the benchmark of a whole decoder, if the plug-in's own kernels of Paddle's operators pass their tests."""
+    install_library(RIG)
+    kernels = cublas()
+    command = [sys.executable, "-m", "pytest", "tests/rig", f"--device={DEVICE}", "-q", "-p", "no:cacheprovider"]
+    env = {**environment("ops"), **kernels}
+    if status := subprocess.run(command, cwd=ROOT, env=env, check=False).returncode:
+        return status
+    return bench_on_rig("benchmarks.serving.whole_model", "ops", extra, **kernels)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["unpack", "sanitize", "bench_cpu", "bench_parallel", "bench_calls", *SUITES])
+    benchmarks = ["bench_cpu", "bench_parallel", "bench_calls", "bench_serving"]
+    parser.add_argument("what", choices=["unpack", "sanitize", *benchmarks, *SUITES])
     parser.add_argument("parts", nargs="*", type=Path, help="for unpack: the parts, in order")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "build/gpu/results")))
     parser.add_argument("--limit", type=int, default=3600, help="seconds after which a suite is ended")
@@ -309,9 +331,11 @@ def main() -> int:
         return bench_cpu([*extra, "--out", str(arguments.out)])
     if arguments.what == "bench_parallel":
         return bench_on_rig("benchmarks.expert_parallel", "distributed", [*extra, "--out", str(arguments.out)])
-    if arguments.what == "bench_calls":
+    if arguments.what in ("bench_calls", "bench_serving"):
         options = ["--device", DEVICE, "--gpu", machine(RIG / "commit")["gpu"], "--out", str(arguments.out)]
-        return bench_on_rig("benchmarks.public_calls", "ops", [*extra, *options])
+        if arguments.what == "bench_calls":
+            return bench_on_rig("benchmarks.public_calls", "ops", [*extra, *options])
+        return bench_serving([*extra, *options, "--dense", "cuBLAS and plain kernels of the rig"])
     return run_suite(arguments.what, arguments.out, extra, arguments.limit)
 
 

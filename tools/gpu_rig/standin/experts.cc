@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "common/checks.h"
+#include "common/ids.h"
+#include "common/status.h"
 #include "cpu/float_rows.h"
 #include "pmo/grouped.h"
 #include "pmo/grouped_rows.h"
@@ -39,8 +41,17 @@ struct Product {
     return sum;
   }
 
+  float weight_of(int64_t row) const {
+    if (p.weights == nullptr || p.slot_to_row == nullptr) return p.weights == nullptr ? 1.0f : p.weights[row];
+    const int64_t first = p.row_to_token[row] * p.topk;
+    for (int64_t slot = first; slot >= 0 && slot < first + p.topk; ++slot) {
+      if (p.slot_to_row[slot] == row) return p.weights[slot];
+    }
+    return 0.0f;
+  }
+
   void plain(int64_t expert, int64_t row) const {
-    const float weight = p.weights == nullptr ? 1.0f : p.weights[row];
+    const float weight = weight_of(row);
     for (int64_t i = 0; i < p.width; ++i) store(p.out, row * p.width + i, weight * sum(expert, row, p.first_column + i));
   }
 
@@ -73,7 +84,20 @@ struct Product {
     if (p.d_weights != nullptr) std::copy(parts.begin(), parts.end(), p.d_weights + row * tiles);
   }
 
+  // All rows of an expert follow each other.
+  int run_few_rows() const {
+    if (p.matrix_scales != nullptr) return pmo::fail(PMO_INTERNAL, "the stand-in for a GPU reads no codes of few rows");
+    int64_t row = 0;
+    for (int64_t expert = 0; expert < p.num_experts; ++expert) {
+      if (p.offsets != nullptr) row = pmo::id_at(p.offsets, p.offsets_kind, expert);
+      const int64_t end = row + pmo::id_at(p.sizes, p.sizes_kind, expert);
+      for (; row < end; ++row) p.result == PMO_GROUPED_PLAIN ? plain(expert, row) : gated(expert, row);
+    }
+    return PMO_OK;
+  }
+
   int run() const {
+    if (p.tile_rows == PMO_GROUPED_FEW_ROWS) return run_few_rows();
     for (int64_t expert = 0; expert < p.num_experts; ++expert) {
       for (int32_t tile = std::max(p.tiles[expert], p.window[0]); tile < std::min(p.tiles[expert + 1], p.window[1]); ++tile) {
         const int64_t begin = p.first[expert] + int64_t{tile - p.tiles[expert]} * p.tile_rows;

@@ -8,7 +8,7 @@ import importlib.util
 import itertools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,12 @@ import triton
 import triton.language as tl
 
 from benchmarks.layer.inputs import Inputs
-from benchmarks.layer.library import Codes, integer_codes
+from benchmarks.layer.library import Codes
 
-__all__ = ["PEER_KINDS", "Peer"]
+from .plain import GROUP, Timed, quantize, sum_rows, swiglu, swiglu_codes
 
-PEER_KINDS = ("bf16", "fp8_128x128", "int8")
-_GROUP = 128
+__all__ = ["SGLang"]
 
-_COLUMNS = 1024  # of a program of the plain kernels
 _HEIGHTS = (16, 32, 64, 128)  # tile rows that are tried
 
 # Modules that the file imports, with the names that it takes from them. The kernels call none of these.
@@ -72,70 +70,26 @@ def _module_of(file: Path) -> Any:
     return module
 
 
-@triton.jit
-def _swiglu(hidden, act, inner, COLUMNS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < inner
-    gate = tl.load(hidden + row * 2 * inner + column, mask=inside).to(tl.float32)
-    up = tl.load(hidden + row * 2 * inner + inner + column, mask=inside).to(tl.float32)
-    tl.store(act + row * inner + column, (gate * tl.sigmoid(gate) * up).to(tl.bfloat16), mask=inside)
-
-
-@triton.jit
-def _store_codes(values, codes, scales, at, group):
-    scale = tl.maximum(tl.max(tl.abs(values)), 1e-10) / 448.0
-    tl.store(codes + at, (values / scale).to(tl.float8e4nv))
-    tl.store(scales + group, scale)
-
-
-@triton.jit
-def _quantize(x, codes, scales, width, GROUP: tl.constexpr):
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = row * width + group * GROUP + tl.arange(0, GROUP)
-    _store_codes(tl.load(x + at).to(tl.float32), codes, scales, at, row * (width // GROUP) + group)
-
-
-@triton.jit
-def _swiglu_codes(hidden, codes, scales, inner, GROUP: tl.constexpr):
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = group * GROUP + tl.arange(0, GROUP)
-    gate = tl.load(hidden + row * 2 * inner + column).to(tl.float32)
-    up = tl.load(hidden + row * 2 * inner + inner + column).to(tl.float32)
-    act = (gate * tl.sigmoid(gate) * up).to(tl.bfloat16).to(tl.float32)
-    _store_codes(act, codes, scales, row * inner + column, row * (inner // GROUP) + group)
-
-
-@triton.jit
-def _sum_rows(rows, out, width, TOPK: tl.constexpr, COLUMNS: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < width
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for slot in tl.static_range(TOPK):
-        total += tl.load(rows + (token * TOPK + slot) * width + column, mask=inside, other=0).to(tl.float32)
-    tl.store(out + token * width + column, total.to(tl.bfloat16), mask=inside)
-
-
-class Peer:
+class SGLang:
     """A layer of SGLang's kernels; its maps are made once.
 
     Args:
         file: SGLang's file of kernels.
         inputs: the operands.
-        kind: one of `PEER_KINDS`. With float8, two plain kernels quantise rows, the second one after SwiGLU.
+        kind: of the matrices. With float8, two plain kernels quantise rows, the second one after SwiGLU.
+        matrices: both, as `plain.stored` returns them.
         samples_of: times calls.
     """
 
     def __init__(
-        self, file: Path, inputs: Inputs, kind: str, samples_of: Callable[[list[Callable[[], Any]]], list[list[float]]]
+        self, file: Path, inputs: Inputs, kind: str, matrices: Sequence[torch.Tensor | Codes], samples_of: Timed
     ) -> None:
         self._module, self._kind, self._samples_of = _module_of(file), kind, samples_of
         tokens, hidden, inner, experts, topk = inputs.shape
         slots, new = tokens * topk, inputs.x.new_empty
         self._shape, self._x = inputs.shape, inputs.x
         self._weights = inputs.probs.reshape(-1).contiguous()
-        self._matrices = [_matrix(each, kind) for each in (inputs.gate_up, inputs.down)]
+        self._matrices = matrices
         self._hidden, self._act = new(slots, 2 * inner), new(slots, inner)
         self._rows, self._out = new(slots, hidden), new(tokens, hidden)
         self._codes = [_empty_codes(each) for each in (self._x, self._act)] if kind == "fp8_128x128" else []
@@ -143,31 +97,29 @@ class Peer:
 
     def tuned(self) -> Callable[[], torch.Tensor]:
         """The layer with the fastest tiles of each GEMM."""
-        _, hidden, inner, _, topk = self._shape
-        tiles = list(self._tiles())
-        slots, tokens = len(self._act), len(self._out)
+        topk, tiles = self._shape.topk, list(self._tiles())
 
-        def quantize() -> None:
+        def quantize_tokens() -> None:
             if self._codes:
-                _quantize[(tokens, hidden // _GROUP)](self._x, *self._codes[0], hidden, _GROUP)
+                quantize(self._x, self._codes[0])
 
         def activate() -> None:
             if self._codes:
-                _swiglu_codes[(slots, inner // _GROUP)](self._hidden, *self._codes[1], inner, _GROUP)
+                swiglu_codes(self._hidden, self._codes[1])
             else:
-                _swiglu[(slots, triton.cdiv(inner, _COLUMNS))](self._hidden, self._act, inner, _COLUMNS)
+                swiglu(self._hidden, self._act)
 
-        quantize()
+        quantize_tokens()
         first = self._fastest([self._launch(0, self._hidden, False, topk, each) for each in tiles])
         activate()
         second = self._fastest([self._launch(1, self._rows, True, 1, each) for each in tiles])
 
         def forward() -> torch.Tensor:
-            quantize()
+            quantize_tokens()
             first()
             activate()
             second()
-            _sum_rows[(tokens, triton.cdiv(hidden, _COLUMNS))](self._rows, self._out, hidden, topk, _COLUMNS)
+            sum_rows(self._rows, self._out, topk)
             return self._out
 
         return forward
@@ -209,7 +161,7 @@ class Peer:
         operands = (rows, None, codes, None, None, out, row_scales, scales, *maps, None)
         of_rows = (0, 0) if row_scales is None else row_scales.stride()
         of_matrix = (of_scales[0], 0, of_scales[1]) if len(of_scales) == 2 else of_scales or (0, 0, 0)
-        groups = (_GROUP, _GROUP) if self._codes else (0, 0)
+        groups = (GROUP, GROUP) if self._codes else (0, 0)
         lengths = width, depth, len(places), len(self._rows)
         sizes = (*lengths, *strides, 0, 0, *out.stride(), *of_rows, *of_matrix, *groups)
         names = ("use_int8_w8a8", "per_channel_quant", "c_sorted", "FUSE_ADD_TO_OUTPUT", "MASK_OUTPUT")
@@ -220,25 +172,9 @@ class Peer:
         return lambda: self._module.fused_moe_kernel[grid](*operands, *sizes, **options)
 
 
-def _matrix(values: torch.Tensor, kind: str) -> torch.Tensor | Codes:
-    """Matrices [E, K, N] as SGLang stores them, [E, N, K]."""
-    if kind == "bf16":
-        return values.transpose(1, 2).contiguous()
-    if kind == "int8":
-        return integer_codes(values, kind)
-    experts, depth, width = values.shape
-    made = values.new_empty(experts, width, depth, dtype=torch.float8_e4m3fn)
-    scales = values.new_empty(experts, width // _GROUP, depth // _GROUP, dtype=torch.float32)
-    for expert in range(experts):
-        blocks = values[expert].t().float().reshape(width // _GROUP, _GROUP, depth // _GROUP, _GROUP)
-        scales[expert] = blocks.abs().amax((1, 3)) / 448
-        made[expert] = (blocks / scales[expert, :, None, :, None]).reshape(width, depth).to(torch.float8_e4m3fn)
-    return Codes(made, scales)
-
-
 def _empty_codes(rows: torch.Tensor) -> Codes:
     """Memory for the codes of rows, and for their scales."""
-    scales = rows.new_empty(len(rows), rows.shape[1] // _GROUP, dtype=torch.float32)
+    scales = rows.new_empty(len(rows), rows.shape[1] // GROUP, dtype=torch.float32)
     return Codes(rows.new_empty(rows.shape, dtype=torch.float8_e4m3fn), scales)
 
 
