@@ -162,7 +162,7 @@ ASAN_TESTS ?= tests/triton tests/ops/test_native_functions.py tests/ops/test_nat
 asan-triton: $(VENV)/stamp-deps ## interpreted Triton kernels, and the operators' library, under AddressSanitizer; ASAN_TESTS, PYTEST_ARGS
 	mkdir -p build/asan
 	git ls-files -z | xargs -0 cp --archive --update --parents --target-directory=build/asan
-	sed -i 's/"-O3", "-g0"/"-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address"/' build/asan/setup.py
+	sed -i 's/"-O3", "-g0"/"-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address"/; s/\["-O2"\]/[]/' build/asan/setup.py
 	cd build/asan && \
 	export LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	LD_LIBRARY_PATH="$$($(CURDIR)/$(PY) -c 'import paddle; print(paddle.__path__[0])')/libs" \
@@ -281,6 +281,7 @@ MUTANTS ?= 30
 SEED ?= 1
 MUTANTS_ARGS ?=
 mutants: $(VENV)/stamp-built core ## faults that no test notices; AREA, MUTANTS, SEED, MUTANTS_ARGS (tools/mutants/README.md)
+	$(PY) setup.py --quiet build_ext --inplace  # objects of the core as well, and their commands
 	nice $(PY) tools/mutants/run.py $(addprefix --area ,$(AREA)) --mutants $(MUTANTS) --seed $(SEED) $(MUTANTS_ARGS)
 
 wheel: $(VENV)/stamp-deps ## a wheel in dist/
