@@ -6,6 +6,9 @@ The metadata is in pyproject.toml. Paddle's build prints a compile error and con
 library with exit code 0, and it leaves object files in the wheel. The commands below delete files of an earlier
 build, fail if a source fails, and record versions and flags of the build. They keep objects in build/objects: a
 source is compiled again if it, a header it includes or the command changed.
+
+If PADDLE_MOE_OPS_CORE_OBJECTS names a folder, such as build/core after `make core`, the library links the core's
+objects from it, and only the bindings are compiled.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import shlex
 import shutil
 import subprocess
 import sysconfig
+import threading
 import time
 from pathlib import Path
 from typing import Any, ClassVar
@@ -51,13 +55,20 @@ except ImportError as error:
     PaddleBuild = build_ext
 
 CSRC = Path("paddle_moe_ops/csrc")
+CORE = ("common/*.cc", "cpu/*.cc", "layer/*.cc")
 OBJECTS = ROOT / "build" / "objects"
+BINDINGS = ROOT / CSRC / "paddle"
+# Paddle's headers take half of a binding's compile time, so they are precompiled. The name is that of a C++ source:
+# setuptools then calls the C++ compiler.
+BINDING_HEADER = OBJECTS / "binding_header.cc"
 LIBRARY_FILES = ("_C.so", CHECK["LIBRARY_NAME"], "_C.py", CHECK["INFO_NAME"], "version.txt")
 
 # Sums are the same bits on every machine: FMAs only where the source writes them, and no fast math.
 CXX_FLAGS = ["-O3", "-g0", "-std=c++17", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
 # Paddle's headers then omit pybind11, which no source uses and which takes half of the compile time.
 PADDLE_FLAGS = ["-DPADDLE_NO_PYTHON"]
+# Bindings contain no loop over rows.
+BINDING_FLAGS = ["-O2"]
 NVCC_FLAGS = ["-O3", "-std=c++17", "-fmad=false", "-Xcompiler", "-ffp-contract=off"]
 
 # Device code per architecture, and the first nvcc that supports it. Code for sm_XY also runs on later sm_X*.
@@ -180,8 +191,21 @@ def strict_compiler(base: type) -> type:
     class StrictCompiler(base):
         # Shared on purpose: Paddle compiles on copies of the compiler, one per source.
         failed: ClassVar[list[str]] = []
+        header_lock: ClassVar[threading.Lock] = threading.Lock()
 
         def _compile(self, obj, src, ext, cc_args, extra_postargs, pp_opts):
+            if Path(src).parent != BINDINGS:
+                self._compile_if_changed(obj, src, ext, cc_args, extra_postargs, pp_opts)
+                return
+            flags = [*extra_postargs, *BINDING_FLAGS]
+            with self.header_lock:
+                # A compiler that rejects the precompiled header reads this source in its place.
+                write_if_changed(BINDING_HEADER, '#include "paddle/binding.h"\n')
+                header = str(BINDING_HEADER)
+                self._compile_if_changed(f"{header}.gch", header, ext, [*cc_args, "-x", "c++-header"], flags, pp_opts)
+            self._compile_if_changed(obj, src, ext, cc_args, [*flags, "-include", header], pp_opts)
+
+        def _compile_if_changed(self, obj, src, ext, cc_args, extra_postargs, pp_opts):
             depend = Path(obj).with_suffix(".d")
             stamp = Path(obj).with_suffix(".command")
             command = repr((self.compiler_so, src, cc_args, extra_postargs, pp_opts))
@@ -213,6 +237,12 @@ def commit() -> str | None:
         return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def write_if_changed(path: Path, text: str) -> None:
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 def up_to_date(obj: Path, depend: Path, stamp: Path, command: str) -> bool:
@@ -296,7 +326,7 @@ class BuildOperators(PaddleBuild):
             "nvcc_flags": extension.extra_compile_args["nvcc"] if USE_CUDA else [],
             "paddle_commit": paddle.version.commit,
             "paddle_version": paddle.version.full_version,
-            "sources": len(extension.sources),
+            "sources": len(extension.sources) + len(extension.extra_objects),
             "sources_sha256": CHECK["sources_digest"](ROOT / CSRC),
         }
 
@@ -327,8 +357,21 @@ class PlainSource(sdist):
         super().finalize_options()
 
 
+def core_objects() -> list[str]:
+    """Return the core's objects in the folder that PADDLE_MOE_OPS_CORE_OBJECTS names, or [] if it names none."""
+    asked = os.environ.get("PADDLE_MOE_OPS_CORE_OBJECTS", "")
+    if not asked:
+        return []
+    objects = [Path(asked, *Path(source).with_suffix(".o").parts[-2:]) for source in sources_in(*CORE)]
+    missing = [path.as_posix() for path in objects if not path.is_file()]
+    if missing:
+        raise SystemExit(f"paddle_moe_ops: PADDLE_MOE_OPS_CORE_OBJECTS is {asked!r}, but {missing[0]} does not exist")
+    return [path.as_posix() for path in objects]
+
+
 def operators_extension() -> setuptools.Extension:
-    sources = sources_in("common/*.cc", "cpu/*.cc", "layer/*.cc", "paddle/*.cc")
+    objects = core_objects()
+    sources = sources_in(*(() if objects else CORE), "paddle/*.cc")
     # Messages name source files by the same relative path on every build machine.
     folders = (ROOT, Path(paddle.__file__).parents[1])
     relative_paths = [f"-ffile-prefix-map={folder}=." for folder in folders]
@@ -337,6 +380,7 @@ def operators_extension() -> setuptools.Extension:
         "depends": sources_in("**/*.h", "**/*.cuh"),
         "extra_compile_args": {"cxx": [*CXX_FLAGS, *PADDLE_FLAGS, *relative_paths], "nvcc": []},
         "extra_link_args": ["-pthread"],
+        "extra_objects": objects,
     }
     if not USE_CUDA:
         extension = cpp_extension.CppExtension(sources, **arguments)

@@ -13,11 +13,14 @@ import importlib
 import os
 import sys
 import zlib
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.pairwise import thinned
 
 TESTS = Path(__file__).resolve().parent
 
@@ -61,9 +64,12 @@ def import_part(arguments: list[str], number: int, workers: int) -> None:
                 importlib.import_module(".".join(path.relative_to(TESTS.parent).with_suffix("").parts))
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what has no meaning on the device under test; the marks in pyproject.toml say what that is."""
     device, core_device = config.getoption("--device"), config.getoption("--core-device")
+    if device == core_device == "cpu":
+        thin_products(items)
     out = {"cuda_only"} if core_device == "cpu" else {"cpu_only"}
     out.add("gpu_only" if device == "cpu" else "cpu_only")
     if device.startswith("cuda_rig"):
@@ -80,6 +86,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
     # Files that take long come first: one that begins last has a worker to itself while the others wait.
     items[:] = sorted(left, key=lambda item: item.get_closest_marker("long") is None)
+
+
+def thin_products(items: list[pytest.Item]) -> None:
+    """Mark cases slow that add nothing to the others: a product of several ``parametrize`` keeps all values or pairs.
+
+    A list of cases, which one ``parametrize`` has, stays as it is.
+    """
+    products: dict[str, list[tuple[pytest.Item, tuple[Hashable, ...]]]] = {}
+    for item in items:
+        axes = [_names(mark.args[0]) for mark in item.iter_markers("parametrize")]
+        if len(axes) > 1 and item.get_closest_marker("slow") is None:
+            parameters = item.callspec.params
+            case = tuple(tuple(_hashable(parameters[name]) for name in axis if name in parameters) for axis in axes)
+            products.setdefault(item.nodeid.partition("[")[0], []).append((item, case))
+    for product in products.values():
+        kept = thinned([case for _, case in product])
+        for place, (item, _) in enumerate(product):
+            if place not in kept:
+                item.add_marker(pytest.mark.slow)
+
+
+def _names(argnames: str | Sequence[str]) -> list[str]:
+    return [name.strip() for name in argnames.split(",")] if isinstance(argnames, str) else list(argnames)
+
+
+def _hashable(value: object) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value
 
 
 def pytest_collectstart() -> None:

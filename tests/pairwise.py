@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import pytest
 
 Axis = Sequence[Any] | Mapping[str, Any]
+Case = TypeVar("Case")
 
 
 def pairwise(
@@ -90,13 +91,32 @@ def covering(
         case: sum(1 << numbers.setdefault(pair, len(numbers)) for pair in _pairs(case, empty))
         for case in itertools.product(*map(range, sizes))
     }
-    cases: list[tuple[int, ...]] = []
+    return sorted(_greedy(left))
+
+
+def thinned(cases: Sequence[tuple[Hashable, ...]]) -> set[int]:
+    """Return the places of cases that cover the others: all values of two axes, or all pairs of values of more axes."""
+    together = 1 if len(cases[0]) < 3 else 2
+    numbers: dict[Any, int] = {}
+    sets = {
+        place: sum(
+            1 << numbers.setdefault(values, len(numbers))
+            for values in itertools.combinations(enumerate(case), together)
+        )
+        for place, case in enumerate(cases)
+    }
+    return set(_greedy(sets))
+
+
+def _greedy(left: dict[Case, int]) -> list[Case]:
+    """Return cases whose sets, the bits of integers, contain all elements: each is the first with the most new ones."""
+    cases: list[Case] = []
     while left:
         best = max(left, key=lambda case: left[case].bit_count())
         covered = left[best]
         cases.append(best)
-        left = {case: rest for case, pairs in left.items() if (rest := pairs & ~covered)}
-    return sorted(cases)
+        left = {case: rest for case, elements in left.items() if (rest := elements & ~covered)}
+    return cases
 
 
 def _pairs(case: tuple[int, ...], empty: Collection[tuple[int, int]]) -> set[tuple[tuple[int, int], ...]]:

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from tests.pairwise import covering, in_turn, pairwise, pairwise_of
+from tests.conftest import thin_products
+from tests.pairwise import covering, in_turn, pairwise, pairwise_of, thinned
 
 
 def pairs_of(cases):
@@ -92,3 +94,53 @@ def test_marks_are_joined_with_their_ids():
     assert [case[1:] for case in values if case[0]] == [
         (*ke, dtype) for ke in ((1, 3), (2, 5)) for dtype in marks[2].args[1]
     ]
+
+
+def test_cases_of_two_axes_keep_each_value():
+    cases = list(itertools.product("abc", range(4)))
+    kept = [cases[place] for place in thinned(cases)]
+    assert sorted(kept) == [("a", 0), ("a", 3), ("b", 1), ("c", 2)]
+
+
+def test_cases_of_more_axes_keep_each_pair_that_there_is():
+    cases = [case for case in itertools.product(range(4), "ab", (False, True), range(3)) if case[:2] != (0, "a")]
+    kept = [cases[place] for place in thinned(cases)]
+    assert pairs_of(kept) == pairs_of(cases)
+    assert len(kept) < len(cases) / 2
+
+
+def test_cases_of_one_axis_stay():
+    assert thinned([("a",), ("b",), ("c",)]) == {0, 1, 2}
+
+
+class Item:
+    """A collected test with parameters."""
+
+    def __init__(self, marks, **params):
+        self.nodeid = f"test_file.py::test_name[{params}]"
+        self.marks, self.callspec, self.slow = marks, SimpleNamespace(params=params), False
+
+    def iter_markers(self, name):
+        return [mark.mark for mark in self.marks if mark.name == name]
+
+    def get_closest_marker(self, name):
+        return next(iter(self.iter_markers(name)), None)
+
+    def add_marker(self, mark):
+        self.slow = self.slow or mark == pytest.mark.slow
+
+
+def test_a_product_of_marks_is_thinned():
+    marks = [pytest.mark.parametrize("a", [0, [1]]), pytest.mark.parametrize(("b", "c"), [(0, 1), (1, 0), (1, 1)])]
+    items = [Item(marks, a=a, b=b, c=c) for a in (0, [1]) for b, c in ((0, 1), (1, 0), (1, 1))]
+    thin_products(items)
+    kept = [tuple(item.callspec.params.values()) for item in items if not item.slow]
+    assert kept == [(0, 0, 1), (0, 1, 1), ([1], 1, 0)]
+
+
+def test_slow_cases_cover_nothing_and_a_list_of_cases_stays():
+    marks = [pytest.mark.parametrize("a", [0, 1]), pytest.mark.parametrize("b", [0, 1])]
+    items = [Item([*marks, pytest.mark.slow] if a == b else marks, a=a, b=b) for a in (0, 1) for b in (0, 1)]
+    listed = [Item([pytest.mark.parametrize(("a", "b"), [])], a=a, b=b) for a in (0, 1) for b in (0, 1)]
+    thin_products([*items, *listed])
+    assert not any(item.slow for item in [*items, *listed])

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch):
-    for name in ("PADDLE_MOE_OPS_CUDA", "PADDLE_MOE_OPS_LOCAL_VERSION"):
+    for name in ("PADDLE_MOE_OPS_CORE_OBJECTS", "PADDLE_MOE_OPS_CUDA", "PADDLE_MOE_OPS_LOCAL_VERSION"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -181,3 +181,32 @@ def test_extension_is_made_of_every_core_and_binding_source(monkeypatch):
     flags = extension.extra_compile_args["cxx"]
     assert "-ffp-contract=off" in flags
     assert not {"-ffast-math", "-Ofast"} & set(flags)
+
+
+def test_extension_links_the_objects_of_a_core_that_is_built(monkeypatch, tmp_path):
+    csrc = ROOT / "paddle_moe_ops/csrc"
+    core = {path.relative_to(csrc).with_suffix(".o") for path in csrc.rglob("*.cc") if path.parent.name != "paddle"}
+    for path in core:
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).touch()
+    monkeypatch.setenv("PADDLE_MOE_OPS_CORE_OBJECTS", str(tmp_path))
+    (extension,) = run_setup(monkeypatch)[1]["ext_modules"]
+    assert {Path(path).relative_to(tmp_path) for path in extension.extra_objects} == core
+    assert {Path(path) for path in extension.sources} == {path.relative_to(ROOT) for path in csrc.glob("paddle/*.cc")}
+
+
+def test_objects_of_the_core_must_exist(monkeypatch, tmp_path):
+    monkeypatch.setenv("PADDLE_MOE_OPS_CORE_OBJECTS", str(tmp_path))
+    with pytest.raises(SystemExit) as stop:
+        run_setup(monkeypatch)
+    first = tmp_path / "common/checks.o"
+    assert stop.value.code == (
+        f"paddle_moe_ops: PADDLE_MOE_OPS_CORE_OBJECTS is {str(tmp_path)!r}, but {first} does not exist"
+    )
+
+
+def test_objects_of_the_core_are_compiled_with_the_flags_of_the_extension(monkeypatch):
+    names, _ = run_setup(monkeypatch)
+    variables = dict(re.findall(r"^(CORE_FLAGS|RELEASE_FLAGS) := (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.M))
+    defaults = {"-g0", "-fno-fast-math"}
+    assert set(names["CXX_FLAGS"]) - defaults <= set(" ".join(variables.values()).split())

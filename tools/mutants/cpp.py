@@ -71,7 +71,7 @@ class Libraries:
 
     def __init__(self, tree: Path, root: Path) -> None:
         self._root = root
-        shutil.copytree(tree / _OBJECTS, root / _OBJECTS)
+        shutil.copytree(tree / _OBJECTS, root / _OBJECTS, ignore=shutil.ignore_patterns("*.gch"))
         for folder in ("common", "cpu", "layer"):  # tests of the core link objects, too
             shutil.rmtree(root / _CORE.parent / folder)
             (root / _CORE.parent / folder).symlink_to(root / _OBJECTS / _CSRC / folder)
@@ -89,6 +89,8 @@ class Libraries:
 
     def _compile(self, source: str, made: Path) -> bool:
         compiler, _, arguments, options, _ = ast.literal_eval(made.with_suffix(".command").read_text())
+        # Last of a binding's options: the precompiled header, which names files of the tree.
+        options = options[: options.index("-include")] if "-include" in options else options
         return self._run([*compiler, *arguments, source, "-o", str(made), *options])
 
     def _link(self) -> bool:
