@@ -14,6 +14,7 @@ from . import _checks
 from ._graphs import is_graph_value, to_dtype
 from ._options import ComputeFormat, Keep
 from .backends import Backend, Matrices, accumulated, stack_or_view, why_not
+from .backends.base import FLOAT8_WGRADS
 from .backends.deferred import FLEET, reducing_wrapper, why_not_deferred
 from .backends.quantized import FLOAT8_FORMAT, FORMATS, QuantizedMatrices, as_quantized
 
@@ -169,6 +170,9 @@ def check_compute(
     if compute is None or (activation == "swiglu" and not has_biases):
         return
     where = f"with compute and {'biases' if has_biases else f'the activation {activation!r}'}"
+    if compute == FLOAT8_WGRADS:
+        others = "biases" if has_biases else f"the activation {activation!r}"
+        _checks.bad_value(function, "compute", f"None or 'fp8_1x128' with {others}", repr(compute))
     if keep == "h_fp8":
         _checks.bad_value(function, "keep", f"'h' or 'x' {where}", repr(keep))
     if defer_dw:

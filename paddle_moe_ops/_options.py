@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 Activation: TypeAlias = Literal["swiglu", "geglu", "geglu_tanh", "swiglu_oai"]
 BackendName: TypeAlias = Literal["compiled", "triton", "paddle", "reference"]
 Combine: TypeAlias = Literal["exact", "reduced"]
-ComputeFormat: TypeAlias = Literal[None, "fp8_1x128"]
+ComputeFormat: TypeAlias = Literal[None, "fp8_1x128", "fp8_1x128_wgrad"]
 Duplicates: TypeAlias = Literal["first", "each"]
 FillPadding: TypeAlias = Literal["all", "meta", "none"]
 Keep: TypeAlias = Literal["h", "x", "h_fp8"]

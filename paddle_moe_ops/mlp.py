@@ -158,10 +158,12 @@ def moe_mlp(
             GEMMs are quantised with a scale for each 128 columns, matrices with a scale for each 128 x 128 elements,
             once in a call: the codes for the backward pass, 1 byte for each element, are kept until it has run. With
             ``keep="x"`` each pass quantises the matrices that it reads. The wgrad GEMMs have operands in the dtype of
-            ``x``. For SwiGLU without biases GPUs of compute capability 9.0 have kernels for bfloat16
-            with d a multiple of 16 and n a multiple of 128. Otherwise quantised values are multiplied in float32, which
-            takes longer than ``None``. Biases and other activations are for dygraph, with ``keep="h"`` or "x", which
-            then makes no difference, and without ``defer_dw``. It needs the compiled library.
+            ``x``. "fp8_1x128_wgrad": those are float8, too, with scales for 128 rows of an expert: activations have one
+            for each column, gradients one for each 128 columns; for SwiGLU without biases. GPUs of compute capability
+            9.0 have kernels for such layers in bfloat16 with d a multiple of 16 and n a multiple of 128. Otherwise
+            quantised values are multiplied in float32, which takes longer than ``None``. Biases and other activations
+            are for dygraph, with ``keep="h"`` or "x", which then makes no difference, and without ``defer_dw``. It
+            needs the compiled library.
         float8_matrices: with ``compute`` in dygraph, the store that keeps quantised matrices from one call to the next,
             see `Float8Matrices`; None: each call quantises its matrices.
         defer_dw: True: the backward pass computes the gradients of ``x``, ``probs`` and the biases, and leaves those of

@@ -142,6 +142,9 @@ class GemmSpec(NamedTuple):
     deferral: Any = None  # a `deferred.Deferral` of the matrices; then the operand has their values
 
 
+FLOAT8_WGRADS = "fp8_1x128_wgrad"  # of ``compute``: wgrads have float8 operands, too
+
+
 class MlpSpec(NamedTuple):
     """The arguments of a layer of experts that have no gradient."""
 
@@ -152,12 +155,16 @@ class MlpSpec(NamedTuple):
     workspace: int  # bytes
     accumulates: bool  # whether gradients of the matrices go to an `accumulation.Destination`
     validation: Validation  # as in GemmSpec
-    compute: str | None = None  # "fp8_1x128": GEMMs with float8 operands
+    compute: str | None = None  # "fp8_1x128": GEMMs but for wgrads have float8 operands; FLOAT8_WGRADS: all have
     quantized: Any = (
         None  # for kernels, the result of `quantize_experts`; for a backend, the `Float8Matrices` that contains it
     )
     hidden_in_float8: bool = False  # with compute, whether the first GEMM's output is saved as codes and scales
     deferral: Any = None  # a `deferred.Deferral` of both matrices; then the operands have their values
+
+    @property
+    def float8_wgrads(self) -> bool:
+        return self.compute == FLOAT8_WGRADS
 
 
 class Verbs(Protocol):

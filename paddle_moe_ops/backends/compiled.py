@@ -168,6 +168,7 @@ def moe_mlp(
     in_place: bool = False,
     by_slot: bool = False,
     float8: bool = False,
+    float8_wgrads: bool = False,
 ) -> Tensor:
     """Return each token's weighted sum of the outputs of its SwiGLU experts; differentiable once.
 
@@ -183,12 +184,13 @@ def moe_mlp(
         in_place: whether the backward pass may overwrite the saved output; a second one through the graph then raises.
         by_slot: whether the weights are per slot.
         float8: whether GEMMs have float8 operands. Without hardware support they multiply quantised values in float32.
+        float8_wgrads: with ``float8``, whether wgrads have float8 operands, too.
     """
     operands = x, gate_up, down, weights
     wanted = [not each.stop_gradient for each in operands]
     keeps = keeps_hidden and any(wanted) and paddle.is_grad_enabled()
     maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets, plan.slot_to_row
-    attributes = transpose, keeps, *wanted, in_place, workspace, by_slot
+    attributes = transpose, keeps, *wanted, in_place, workspace, by_slot, float8_wgrads
     out, *kept = _run("moe_mlp_float8" if float8 else "moe_mlp", *operands, *maps, *attributes)
     _stop_gradients(*kept)
     return out

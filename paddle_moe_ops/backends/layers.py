@@ -96,6 +96,7 @@ def _by_operator(
         in_place=not in_graph,
         by_slot=weights is not None and spec.weights_by_slot,
         float8=spec.compute is not None,
+        float8_wgrads=spec.float8_wgrads,
     )
     return to_dtype(out, x.dtype)
 
@@ -220,8 +221,9 @@ class LayerKernels:
         spec: MlpSpec,
         destinations: tuple[Any, Any],
     ) -> tuple[Tensor | None, Tensor | None]:
-        maps, options = _maps(spec), (inner, spec.transpose, spec.workspace, spec.compute is not None)
-        made = compiled.direct("layer_wgrads", x, *maps, *kept, d_out, *self._sums(destinations), *options)
+        maps, options = _maps(spec), (inner, spec.transpose, spec.workspace)
+        float8 = spec.compute is not None, spec.float8_wgrads
+        made = compiled.direct("layer_wgrads", x, *maps, *kept, d_out, *self._sums(destinations), *options, *float8)
         d_gate_up, d_down = _put(destinations, made)
         return d_gate_up, d_down
 
@@ -243,7 +245,7 @@ class LayerKernels:
             "layer_backward",
             *_operands(x, gate_up, down, weights, spec),
             *(*gate_up_codes, *turned_gate_up, *turned_down, *(*hidden, None, None)[:2]),
-            *(d_out, *sums, *self._options(weights, spec), *wanted, defers),
+            *(d_out, *sums, *self._options(weights, spec), spec.float8_wgrads, *wanted, defers),
         )
 
     def _sums(self, destinations: tuple[Any, Any]) -> list[Tensor | None]:
@@ -335,7 +337,7 @@ def explain_library(x: Tensor, down: Matrices, spec: MlpSpec, wanted: tuple[bool
     inner = down[0].shape[-1 if spec.transpose else -2]
     keep = (_KEEPS_CODES if spec.hidden_in_float8 else _KEEPS) if spec.keeps_hidden and any(wanted) else _RECOMPUTES
     sizes = x.shape[0], spec.plan.num_rows, len(down), x.shape[1], inner, spec.workspace
-    options = keep, wanted[3], float8, spec.quantized is not None
+    options = keep, wanted[3], float8, spec.quantized is not None, spec.float8_wgrads
     plans = [_Choices(*native.layer_plan(*sizes, backward, *options)) for backward in (0, 1)]
     by_node = float8 or spec.accumulates or spec.deferral is not None
     how = "both passes of the compiled library, called by a node" if by_node else _OPERATOR

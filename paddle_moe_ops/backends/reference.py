@@ -346,7 +346,7 @@ class ReferenceKernels:
         if spec.compute is None:
             made = reference.moe_mlp_backward(to_numpy(d_out), *layer, **options)
         else:
-            options["hidden_in_float8"] = spec.hidden_in_float8
+            options |= {"hidden_in_float8": spec.hidden_in_float8, "float8_wgrads": spec.float8_wgrads}
             made = reference.moe_mlp_float8_backward(to_numpy(d_out), *layer, **options)
         gradients = [None if each is None else to_tensor(each, x.place) for each in made[:4]]  # biases have none here
         for index, destination in enumerate(destinations, 1):

@@ -5,8 +5,9 @@
 Rows are quantised for each 128 columns, matrices for each 128 x 128 elements. Both GEMMs of the forward pass, and the
 dgrad GEMMs, multiply quantised values. The wgrad GEMMs have operands in the tokens' dtype, as in `mlp`, unless
 ``float8_wgrads``: K is then the rows of an expert, so activations are quantised for each 128 rows of a column, and
-gradients for each 128 x 128 elements, from the expert's first row on. Values that a backend keeps in memory are rounded
-to that dtype first, and quantised from it. The derivative of quantising counts as 1.
+gradients for each 128 x 128 elements, from the expert's first row on; a group with an infinity becomes NaN. Values that
+a backend keeps in memory are rounded to that dtype first, and quantised from it. The derivative of quantising counts
+as 1.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .arithmetic import round_float64
 from .gemm import grouped_gemm, grouped_gemm_backward
 from .mlp import MlpGradients, gradients_of_bias
 from .permutation import sum_rows
-from .quantization import dequantize_1x128, dequantize_128x128, quantize_1x128, quantize_128x128
+from .quantization import GROUP, dequantize_1x128, dequantize_128x128, quantize_1x128, quantize_128x128
 from .routing import Plan, take_or_zero
 
 __all__ = ["FLOAT8_AMAX_MIN", "moe_mlp_float8", "moe_mlp_float8_backward"]
@@ -129,8 +130,11 @@ def _row_blocks(rows: NDArray, plan: Plan, *, by_blocks: bool) -> NDArray:
     """Quantised values of an operand of wgrads, in float64: by columns of 128 rows, or by 128 x 128 elements."""
     values = np.zeros(rows.shape)
     for start, size in zip(plan.expert_offsets, plan.tokens_per_expert, strict=False):
-        of_expert = rows[start : start + size]
-        values[start : start + size] = _matrices(of_expert[None])[0] if by_blocks else _rows(of_expert.T).T
+        of_expert, made = rows[start : start + size], values[start : start + size]
+        made[...] = _matrices(of_expert[None])[0] if by_blocks else _rows(of_expert.T).T
+        for row, column in zip(*np.nonzero(np.isinf(of_expert.astype(np.float32))), strict=True):
+            first, left = row // GROUP * GROUP, column // GROUP * GROUP if by_blocks else column
+            made[first : first + GROUP, left : left + (GROUP if by_blocks else 1)] = np.nan
     return values
 
 

@@ -292,6 +292,11 @@ def quantize_columns(p: QuantizeColumnsParams) -> None:
             codes[block] = np.zeros(1, FLOAT8)
             codes[block, :, : made[:, part].shape[1]] = made[:, part]
             scales[block] = made_scales[:, number]
+            infinite = np.isinf(given[:, part].astype(np.float32)).any(axis=1)
+            if p.by_blocks:
+                infinite = np.repeat(np.logical_or.reduceat(infinite, range(0, columns, GROUP)), GROUP)[:columns]
+            codes[block, infinite] = np.float32(np.nan)
+            made[infinite, part] = np.float32(np.nan)
             of_columns = np.repeat(scales[block], GROUP)[:columns] if p.by_blocks else scales[block]
             with np.errstate(invalid="ignore"):
                 values[rows][part] = made[:, part].T.astype(np.float32) * of_columns

@@ -40,7 +40,7 @@ def check(core: Core, rows: ExpertRows, x: np.ndarray, **options: Any) -> None:
 
 @pairwise_of(
     pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS),
-    pytest.mark.parametrize("columns", [8, 128, 200, 1160]),
+    pytest.mark.parametrize("columns", [3, 8, 129, 200, 1160]),
     pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda d: np.dtype(d).name),
     pytest.mark.parametrize("gathers", [False, True], ids=["rows", "tokens"]),
     pytest.mark.parametrize("by_blocks", [False, True], ids=["by columns", "by blocks"]),

@@ -94,15 +94,15 @@ int check_quantize_columns(const pmo_quantize_columns_params& p) {
   PMO_REQUIRE(is_sum_dtype(p.dtype), "dtype", "PMO_FLOAT32, PMO_FLOAT16 or PMO_BFLOAT16");
   PMO_REQUIRE(is_size(p.num_rows, 1), "num_rows", "in [0, 2^30)");
   PMO_REQUIRE(is_size(p.num_sources, 1), "num_sources", "in [0, 2^30)");
-  PMO_REQUIRE(is_size(p.num_columns, 8), "num_columns", "a multiple of 8");
+  PMO_REQUIRE(is_size(p.num_columns, 1), "num_columns", "in [0, 2^30)");
   PMO_REQUIRE_EXPERTS(p.num_experts, "num_experts");
   PMO_REQUIRE(is_size(p.num_blocks, 1), "num_blocks", "in [0, 2^30)");
   PMO_REQUIRE(p.row_to_token != nullptr || p.num_sources >= p.num_rows, "num_sources", "at least num_rows without row_to_token");
   PMO_REQUIRE(p.amax_min >= kAmaxMin && p.amax_min <= FLT_MAX, "amax_min", "in [2^-100, FLT_MAX]");
   if (p.num_rows == 0 || p.num_columns == 0 || p.num_blocks == 0) return PMO_OK;
-  const bool has_stride = p.x_row_stride >= p.num_columns && p.x_row_stride % 8 == 0;
-  PMO_REQUIRE(p.num_sources == 0 || has_stride, "x_row_stride", "a multiple of 8 that holds a row");
-  PMO_REQUIRE(p.num_sources == 0 || is_16_bytes(p.x), "x", "an array at a multiple of 16 bytes");
+  PMO_REQUIRE(p.num_sources == 0 || p.x_row_stride >= p.num_columns, "x_row_stride", "at least num_columns");
+  const bool is_aligned = p.x != nullptr && reinterpret_cast<uintptr_t>(p.x) % dtype_size(p.dtype) == 0;
+  PMO_REQUIRE(p.num_sources == 0 || is_aligned, "x", "an array aligned to its element size");
   PMO_REQUIRE_OPTIONAL_ARRAY(p.row_to_token, "row_to_token");
   PMO_REQUIRE_ARRAY(p.first, p.num_experts, "first");
   PMO_REQUIRE_ARRAY(p.stop, p.num_experts, "stop");
@@ -110,7 +110,7 @@ int check_quantize_columns(const pmo_quantize_columns_params& p) {
   PMO_REQUIRE(p.codes == nullptr ? p.values != nullptr : is_16_bytes(p.codes), "codes",
               "an array at a multiple of 16 bytes; NULL only with values");
   PMO_REQUIRE_ARRAY(p.scales, p.codes == nullptr ? 0 : 1, "scales");
-  PMO_REQUIRE(p.values == nullptr || is_16_bytes(p.values), "values", "NULL or an array at a multiple of 16 bytes");
+  PMO_REQUIRE_OPTIONAL_ARRAY(p.values, "values");
   return PMO_OK;
 }
 

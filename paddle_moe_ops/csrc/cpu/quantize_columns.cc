@@ -24,6 +24,11 @@ namespace cpu {
 namespace {
 
 constexpr int64_t kSide = kGroupColumns;
+constexpr uint8_t kNanCode = 0x7F;
+
+bool has_infinity(const float* values, int64_t count) {
+  return std::any_of(values, values + count, [](float value) { return std::isinf(value); });
+}
 
 // A row block: its first row, and its number of rows.
 struct RowBlock {
@@ -43,12 +48,14 @@ class Tile {
   }
 
   void quantize() const {
+    const bool all_are_nan = p_.by_blocks && has_infinity(x_[0], columns_ * kSide);
     const float amax = p_.by_blocks ? amax_of_all() : p_.amax_min;
     const auto quantize_row = row_kernels(PMO_FLOAT32).quantize;
     for (int64_t i = 0; i < columns_; ++i) {
       uint8_t codes[kSide];
       float scale = 0.0f;
       quantize_row(x_[i], kSide, amax, false, codes, &scale);
+      if (all_are_nan || (!p_.by_blocks && has_infinity(x_[i], kSide))) std::fill(codes, codes + kSide, kNanCode);
       const int64_t column = block_.number * p_.num_columns + column_ + i;
       if (p_.codes != nullptr) {
         std::copy(codes, codes + kSide, static_cast<uint8_t*>(p_.codes) + column * kSide);

@@ -37,13 +37,18 @@ struct TileElements {
       const int left = row + i < rows ? columns - column : 0;
       if (in_vectors && left >= kTileSide) {
         load_row(i, at, true);
-        continue;
+      } else {
+        load_elements(i, at, left);
       }
-      Element elements[kTileSide];
-#pragma unroll
-      for (int j = 0; j < kTileSide; ++j) elements[j] = j < left ? at[j] : Rows::store(0.0f);
-      memcpy(word[i], elements, sizeof(elements));
     }
+  }
+
+  // Loads the first `left` elements of row i, and zeros after them.
+  __device__ void load_elements(int i, const Element* row, int left) {
+    Element elements[kTileSide];
+#pragma unroll
+    for (int j = 0; j < kTileSide; ++j) elements[j] = j < left ? row[j] : Rows::store(0.0f);
+    memcpy(word[i], elements, sizeof(elements));
   }
 
   // Loads row i from an address that is a multiple of 16 bytes, or zeros.

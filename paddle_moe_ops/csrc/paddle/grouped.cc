@@ -6,7 +6,9 @@
 #include <algorithm>
 
 #include "common/matrix_layout.h"
+#include "common/scales.h"
 #include "paddle/pages.h"
+#include "pmo/grouped_float8.h"
 #include "pmo/grouped_rows.h"
 
 namespace pmo {
@@ -135,26 +137,55 @@ Grouped::Grouped(const Target& target, const char* function, const paddle::Tenso
   offsets_ = integers_on(target, *offsets);
 }
 
-// An entry of the tables, which are computed at the first call.
-int32_t* Grouped::table(int64_t place) const {
-  if (!tables_.defined()) {
-    pmo_grouped_tables_params p = {};
-    p.struct_size = sizeof(p);
-    p.num_rows = num_rows_;
-    p.num_experts = experts_;
-    p.sizes = sizes_.data();
-    p.sizes_kind = p.offsets_kind = index_kind(sizes_, function_, "sizes");
-    if (offsets_.defined()) {
-      p.offsets = offsets_.data();
-      p.offsets_kind = index_kind(offsets_, function_, "offsets");
-    }
-    tables_ = target_.empty_int32({layout().size()});
-    p.tables = tables_.data<int32_t>();
-    p.tile_rows = PMO_GROUPED_TURNED_ROWS;
-    check_status(PMO_CALL(target_, grouped_tables, &p), function_);
+paddle::Tensor Grouped::tables_of(int32_t tile_rows) const {
+  pmo_grouped_tables_params p = {};
+  p.struct_size = sizeof(p);
+  p.num_rows = num_rows_;
+  p.num_experts = experts_;
+  p.sizes = sizes_.data();
+  p.sizes_kind = p.offsets_kind = index_kind(sizes_, function_, "sizes");
+  if (offsets_.defined()) {
+    p.offsets = offsets_.data();
+    p.offsets_kind = index_kind(offsets_, function_, "offsets");
   }
+  paddle::Tensor tables = target_.empty_int32({layout().size()});
+  p.tables = tables.data<int32_t>();
+  p.tile_rows = tile_rows;
+  check_status(PMO_CALL(target_, grouped_tables, &p), function_);
+  return tables;
+}
+
+int32_t* Grouped::table(int64_t place) const {
+  if (!tables_.defined()) tables_ = tables_of(PMO_GROUPED_TURNED_ROWS);
   return tables_.data<int32_t>() + place;
 }
+
+#ifndef PMO_PADDLE_2  // Paddle before 3.0 has no float8
+
+paddle::Tensor Grouped::fake_quantised_columns(const paddle::Tensor& rows, bool by_blocks) const {
+  const Matrix readable = readable_rows(target_, rows);
+  const paddle::Tensor tables = tables_of(PMO_GROUPED_TILE_ROWS);
+  paddle::Tensor values = target_.empty(rows.shape(), paddle::DataType::FLOAT32);
+  pmo_quantize_columns_params p = {};
+  p.struct_size = sizeof p;
+  p.num_rows = p.num_sources = num_rows_;
+  p.num_columns = rows.shape()[1];
+  p.num_experts = experts_;
+  p.num_blocks = num_rows_;
+  p.x = readable.data;
+  p.x_row_stride = readable.row_stride;
+  p.first = tables.data<int32_t>();
+  p.stop = p.first + layout().stop();
+  p.tiles = p.first + layout().tiles();
+  p.values = values.data<float>();
+  p.dtype = dtype_of(rows, function_, "x");
+  p.by_blocks = by_blocks;
+  p.amax_min = pmo::kAmaxMin;
+  check_status(PMO_CALL(target_, quantize_columns, &p), function_);
+  return values;
+}
+
+#endif
 
 bool Grouped::has_kernels(paddle::DataType dtype, int64_t inner, int64_t outer) const {
   return has_grouped_kernels(target_, grouped_dtype(dtype), num_rows_, experts_, inner, outer);

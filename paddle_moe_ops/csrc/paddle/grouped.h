@@ -94,11 +94,17 @@ class Grouped {
   // Grouped wgrad: p [M, P], q [M, Q] -> p^T q over the rows of each group, [E, P, Q] of `dtype`, which is that of the matrices.
   paddle::Tensor wgrad(const paddle::Tensor& p, const paddle::Tensor& q, paddle::DataType dtype) const;
 
+  // Values of rows [M, D] that are quantised as an operand of wgrads, by row blocks of each group, in float32: `by_blocks` as in
+  // pmo_quantize_columns_params. Rows of no group are not written.
+  paddle::Tensor fake_quantised_columns(const paddle::Tensor& rows, bool by_blocks) const;
+
   int64_t num_rows() const { return num_rows_; }
 
  private:
   GroupedLayout layout() const { return {experts_, 0}; }
+  // An entry of the tables for tiles of PMO_GROUPED_TURNED_ROWS rows, which are computed at the first call.
   int32_t* table(int64_t place) const;
+  paddle::Tensor tables_of(int32_t tile_rows) const;
   bool has_kernels(paddle::DataType dtype, int64_t inner, int64_t outer) const;
   // Launches the grouped GEMM kernel, which does not write rows of no group, and zeroes these.
   void launch(const paddle::Tensor& rows, const paddle::Tensor& matrices, bool transpose, paddle::Tensor* out) const;

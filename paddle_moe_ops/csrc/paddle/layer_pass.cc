@@ -55,10 +55,11 @@ Outputs layer_backward(const paddle::Tensor& x, const paddle::Tensor& gate_up, c
                        const Optional& turned_gate_up_scales, const Optional& turned_down_codes,
                        const Optional& turned_down_scales, const Optional& hidden, const Optional& hidden_scales,
                        const paddle::Tensor& d_out, const Optional& gate_up_sum, const Optional& down_sum, bool transpose,
-                       bool by_slot, int64_t workspace, bool float8, bool need_x, bool need_gate_up, bool need_down,
-                       bool need_weights, bool defers) {
-  const MlpAttributes a = {transpose, static_cast<bool>(hidden), need_x, need_gate_up, need_down, need_weights, true, workspace,
-                           by_slot};
+                       bool by_slot, int64_t workspace, bool float8, bool float8_wgrads, bool need_x, bool need_gate_up,
+                       bool need_down, bool need_weights, bool defers) {
+  const MlpAttributes a = {
+      transpose,    static_cast<bool>(hidden), need_x, need_gate_up, need_down, need_weights, true, workspace, by_slot,
+      float8_wgrads};
   const MlpOperands o = {x, gate_up, down, weights, token_rows, row_to_token, sizes, offsets, slot_to_row};
   const std::unique_ptr<ExpertLayer> layer = layer_of(float8, a, o, nullptr, &d_out);
   require_gradient(d_out, x.shape(), x.dtype(), kMoeMlp, "the gradient of the result");
@@ -83,7 +84,8 @@ Outputs layer_backward(const paddle::Tensor& x, const paddle::Tensor& gate_up, c
 Outputs layer_wgrads(const paddle::Tensor& x, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
                      const paddle::Tensor& sizes, const paddle::Tensor& offsets, const paddle::Tensor& slot_to_row,
                      const Optional& d_hidden, const Optional& scaled, const paddle::Tensor& d_out, const Optional& gate_up_sum,
-                     const Optional& down_sum, int64_t inner, bool transpose, int64_t workspace, bool float8) {
+                     const Optional& down_sum, int64_t inner, bool transpose, int64_t workspace, bool float8,
+                     bool float8_wgrads) {
   require_rank(x, 2, kMoeMlp, "x");
   require_rank(sizes, 1, kMoeMlp, "sizes");
   require_rank(row_to_token, 1, kMoeMlp, "row_to_token");
@@ -98,7 +100,7 @@ Outputs layer_wgrads(const paddle::Tensor& x, const paddle::Tensor& token_rows, 
   const paddle::Tensor gate_up = unread(columns, 2 * inner), down = unread(inner, columns),
                        weights = target.empty_float32({rows});
   const bool has_d_hidden = static_cast<bool>(d_hidden), has_scaled = static_cast<bool>(scaled);
-  const MlpAttributes a = {transpose, false, false, has_d_hidden, has_scaled, false, true, workspace, false};
+  const MlpAttributes a = {transpose, false, false, has_d_hidden, has_scaled, false, true, workspace, false, float8_wgrads};
   const MlpOperands o = {x, gate_up, down, weights, token_rows, row_to_token, sizes, offsets, slot_to_row};
   const std::unique_ptr<ExpertLayer> layer = layer_of(float8, a, o, nullptr, &d_out);
   require_gradient(d_out, x.shape(), x.dtype(), kMoeMlp, "the gradient of the result");

@@ -34,10 +34,10 @@ PyObject* layer_takes(PyObject* const* objects, Py_ssize_t count) {
 }
 
 // layer_plan(T, M, E, d, n, bytes of the chunk buffer, is a backward pass, pmo_layer_hidden, wants gradients of weights, float8
-// operands, codes of the matrices are given) -> row chunks, 0 if the GEMM gathers; columns of a chunk; bytes; tile rows of the GEMM
+// operands, codes of the matrices are given, float8 operands of wgrads) -> row chunks, 0 if the GEMM gathers; columns of a chunk; bytes; tile rows of the GEMM
 // that is summed
 PyObject* layer_plan(PyObject* const* objects, Py_ssize_t count) {
-  constexpr size_t kNumbers = 11;
+  constexpr size_t kNumbers = 12;
   expect(count == kNumbers);
   const std::array<int64_t, kNumbers> numbers = integers<kNumbers>(objects);
   pmo_layer_facts f = {};
@@ -53,6 +53,7 @@ PyObject* layer_plan(PyObject* const* objects, Py_ssize_t count) {
   f.needs_d_weights = numbers[8] != 0;
   f.float8 = numbers[9] != 0;
   f.has_codes = numbers[10] != 0;
+  f.float8_wgrads = f.backward != 0 && numbers[11] != 0;
   f.dtype = PMO_BFLOAT16;
 #ifdef PMO_WITH_CUDA
   pmo_gpu_facts_cuda(&f.num_sms, &f.memory_gbps);

@@ -96,6 +96,7 @@ ExpertLayer::ExpertLayer(const MlpAttributes& attributes, const MlpOperands& ope
                operands.scales ? &operands.scales->down : nullptr}),
       transpose_(attributes.transpose),
       float8_(float8),
+      float8_wgrads_(float8 && attributes.float8_wgrads),
       workspace_(attributes.workspace),
       operands_(operands),
       groups_(checked(target_, attributes, operands), kMoeMlp, operands.sizes, &operands.offsets,
@@ -224,6 +225,7 @@ pmo_layer_plan ExpertLayer::plan_of(pmo_layer_facts* f, bool has_codes) const {
   f->workspace = workspace_;
   f->dtype = dtype_of(operands_.x, kMoeMlp, "x");
   f->float8 = float8_ && f->part != PMO_LAYER_WGRADS;
+  f->float8_wgrads = float8_wgrads_ && f->backward != 0;
   f->has_codes = has_codes;
   if (operands_.scales != nullptr) f->codes_format = operands_.scales->format;
 #ifdef PMO_WITH_CUDA
@@ -243,10 +245,10 @@ bool ExpertLayer::reads_integer_codes(pmo_layer_hidden keep) const {
 void ExpertLayer::run([[maybe_unused]] pmo_layer_facts f, [[maybe_unused]] pmo_layer_params p,
                       [[maybe_unused]] const MatrixCodes& codes) const {
 #ifdef PMO_WITH_CUDA
-  static constexpr pmo_layer_kernels kKernels = {pmo_grouped_tables_cuda, pmo_permute_cuda,  pmo_grouped_product_cuda,
-                                                 pmo_grouped_outer_cuda,  pmo_row_sums_cuda, pmo_unpermute_cuda,
-                                                 pmo_grouped_clear_cuda,  pmo_quantize_cuda, pmo_quantize_blocks_cuda,
-                                                 pmo_grouped_float8_cuda};
+  static constexpr pmo_layer_kernels kKernels = {
+      pmo_grouped_tables_cuda,  pmo_permute_cuda,        pmo_grouped_product_cuda,  pmo_grouped_outer_cuda,
+      pmo_row_sums_cuda,        pmo_unpermute_cuda,      pmo_grouped_clear_cuda,    pmo_quantize_cuda,
+      pmo_quantize_blocks_cuda, pmo_grouped_float8_cuda, pmo_quantize_columns_cuda, pmo_grouped_outer_float8_cuda};
   const MlpOperands& o = operands_;
   const bool reads_matrices = f.part != PMO_LAYER_WGRADS;
   const pmo_layer_plan plan = plan_of(&f, codes.down.codes.defined() || codes.turned_down.codes.defined());
@@ -301,6 +303,8 @@ Kept ExpertLayer::kept_of(const paddle::Tensor& hidden, pmo_layer_hidden) const 
 
 paddle::Tensor ExpertLayer::hidden_of(const Kept& kept) const { return kept.values; }
 
+paddle::Tensor ExpertLayer::wgrad_operand(const paddle::Tensor& rows, bool) const { return rows; }
+
 paddle::Tensor ExpertLayer::new_rows(int64_t columns, paddle::DataType dtype) const {
   paddle::Tensor rows = target_.empty({num_rows(), columns}, dtype);
   prepare_pages(target_, rows);
@@ -354,7 +358,9 @@ ExpertLayer::ActivationGradients ExpertLayer::swiglu_backward(const paddle::Tens
 
 void ExpertLayer::composed_wgrads(const MlpAttributes& a, ActivationGradients activation, const paddle::Tensor& d_out,
                                   Outputs* gradients) const {
-  const auto wgrad = [&](const paddle::Tensor& inputs, const paddle::Tensor& outputs) {
+  const auto wgrad = [&](paddle::Tensor inputs, paddle::Tensor outputs) {
+    inputs = wgrad_operand(inputs, false);
+    outputs = wgrad_operand(outputs, true);
     return transpose_ ? groups_.wgrad(outputs, inputs, dtype()) : groups_.wgrad(inputs, outputs, dtype());
   };
   if (a.need_down_grad) {

@@ -33,7 +33,8 @@ constexpr char kMoeMlp[] = "moe_mlp";  // name of the function in errors
 
 PMO_ATTRIBUTES(MlpAttributes, (bool, transpose, transpose), (bool, keep_hidden, keep), (bool, need_x_grad, x_grad),
                (bool, need_gate_up_grad, gate_up_grad), (bool, need_down_grad, down_grad), (bool, need_weights_grad, weight_grad),
-               (bool, in_place, in_place), (int64_t, workspace, workspace), (bool, by_slot, by_slot));
+               (bool, in_place, in_place), (int64_t, workspace, workspace), (bool, by_slot, by_slot),
+               (bool, float8_wgrads, float8_wgrads));
 
 // Scales of matrices that are codes, and their pmo_matrix_format.
 struct MatrixScales {
@@ -110,6 +111,8 @@ class ExpertLayer {
   virtual paddle::Tensor composed_outputs(paddle::Tensor hidden, const MatrixCodes& codes) const = 0;
   virtual ActivationGradients activation_gradients(paddle::Tensor hidden, const paddle::Tensor& d_out,
                                                    const MatrixCodes& codes) const = 0;
+  // An operand of wgrads, by rows: a gradient, or an activation.
+  virtual paddle::Tensor wgrad_operand(const paddle::Tensor& rows, bool is_gradient) const;
   virtual paddle::Tensor composed_d_x(const ActivationGradients& gradients, const MatrixCodes& codes) const = 0;
   // H as kept, and back.
   virtual Kept kept_of(const paddle::Tensor& hidden, pmo_layer_hidden keep) const;
@@ -119,6 +122,7 @@ class ExpertLayer {
   const ExpertMatrices& gate_up() const { return gate_up_; }
   const ExpertMatrices& down() const { return down_; }
   bool transpose() const { return transpose_; }
+  bool has_float8_wgrads() const { return float8_wgrads_; }
   const Grouped& groups() const { return groups_; }
   paddle::DataType dtype() const { return operands_.x.dtype(); }
 
@@ -144,7 +148,7 @@ class ExpertLayer {
   void run(pmo_layer_facts facts, pmo_layer_params params, const MatrixCodes& codes) const;
 
   const Target target_;
-  const bool transpose_, float8_;
+  const bool transpose_, float8_, float8_wgrads_;
   const int64_t workspace_;
   const MlpOperands operands_;
   const Grouped groups_;

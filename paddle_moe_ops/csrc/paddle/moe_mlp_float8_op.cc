@@ -154,6 +154,10 @@ class Float8Layer : public ExpertLayer {
     return in_dtype(target(), sums_of(rows), dtype());
   }
 
+  paddle::Tensor wgrad_operand(const paddle::Tensor& rows, bool is_gradient) const override {
+    return has_float8_wgrads() ? groups().fake_quantised_columns(rows, is_gradient) : rows;
+  }
+
   Kept kept_of(const paddle::Tensor& hidden, pmo_layer_hidden keep) const override {
     if (keep == PMO_LAYER_KEEPS) return {hidden, {}};
     const Float8 codes = quantised_rows(hidden);

@@ -99,7 +99,8 @@ Outputs quick_moe_mlp(const paddle::Tensor& x, const paddle::Tensor& gate_up, co
                       const paddle::Tensor& weights, const paddle::Tensor& token_rows, const paddle::Tensor& row_to_token,
                       const paddle::Tensor& sizes, const paddle::Tensor& offsets, const paddle::Tensor& slot_to_row,
                       int64_t transpose, int64_t workspace_mb, int64_t by_row) {
-  const MlpAttributes attributes = {transpose != 0, false, false, false, false, false, false, workspace_mb << 20, by_row == 0};
+  const MlpAttributes attributes = {transpose != 0,     false,       false, false, false, false, false,
+                                    workspace_mb << 20, by_row == 0, false};
   return {run(attributes, x, gate_up, down, weights, token_rows, row_to_token, sizes, offsets, slot_to_row)[0]};
 }
 

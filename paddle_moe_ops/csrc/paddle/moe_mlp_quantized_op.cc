@@ -24,7 +24,8 @@ PMO_ATTRIBUTES(QuantizedAttributes, (bool, transpose, transpose), (bool, keep_hi
                (bool, by_slot, by_slot), (int, format, format));
 
 MlpAttributes of_layer(const QuantizedAttributes& a) {
-  return {a.transpose, a.keep_hidden, a.need_x_grad, false, false, a.need_weights_grad, a.in_place, a.workspace, a.by_slot};
+  return {a.transpose,         a.keep_hidden, a.need_x_grad, false,     false,
+          a.need_weights_grad, a.in_place,    a.workspace,   a.by_slot, false};
 }
 
 // A tensor [E, A, B] as [E, B, A], dense.

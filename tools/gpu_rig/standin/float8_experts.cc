@@ -131,9 +131,46 @@ struct Product {
   }
 };
 
+// The float32 sum of a wgrad, in ascending order of row blocks.
+float wgrad_sum(const pmo_grouped_outer_float8_params& p, int64_t expert, int64_t column_a, int64_t column_b) {
+  float sum = 0.0f;
+  for (int64_t block = p.tiles[expert]; block < std::min<int64_t>(p.tiles[expert + 1], p.num_blocks); ++block) {
+    const auto* const a = static_cast<const uint8_t*>(p.a) + (block * p.a_columns + column_a) * kGroup;
+    const auto* const b = static_cast<const uint8_t*>(p.b) + (block * p.b_columns + column_b) * kGroup;
+    float part = 0.0f;
+    for (int64_t row = 0; row < kGroup; ++row) part += values()[a[row]] * values()[b[row]];
+    sum += part * (p.a_scales[block * p.a_columns + column_a] * p.b_scales[block * groups_in(p.b_columns) + column_b / kGroup]);
+  }
+  return sum;
+}
+
+int wgrad(const pmo_grouped_outer_float8_params& p) {
+  for (int64_t expert = 0; expert < p.num_experts; ++expert) {
+    for (int64_t column_a = 0; column_a < p.a_columns; ++column_a) {
+      for (int64_t column_b = 0; column_b < p.b_columns; ++column_b) {
+        const int64_t row = p.first_row + (p.transpose ? column_b : column_a);
+        const int64_t place = (expert * p.out_rows + row) * p.out_columns + p.first_column + (p.transpose ? column_a : column_b);
+        const float sum = wgrad_sum(p, expert, column_a, column_b);
+        if (p.accumulation == PMO_GROUPED_ADDS_FLOAT32) {
+          static_cast<float*>(p.out)[place] += sum;
+        } else {
+          auto* const out = static_cast<uint16_t*>(p.out) + place;
+          *out = BFloat16Rows::store(p.accumulation == PMO_GROUPED_ADDS ? BFloat16Rows::load(*out) + sum : sum);
+        }
+      }
+    }
+  }
+  return PMO_OK;
+}
+
 }  // namespace
 
 extern "C" {
+
+int pmo_grouped_outer_float8_cuda(const pmo_grouped_outer_float8_params* params, void*) {
+  if (const int status = pmo::check_grouped_outer_float8(*params)) return status;
+  return wgrad(*params);
+}
 
 int pmo_grouped_float8_cuda(const pmo_grouped_float8_params* params, void*) {
   if (const int status = pmo::check_grouped_float8(*params)) return status;

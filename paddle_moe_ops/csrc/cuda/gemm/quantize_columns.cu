@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "common/checks.h"
+#include "common/dtypes.h"
 #include "cuda/float8.cuh"
 #include "cuda/float8_tile.cuh"
 #include "pmo/grouped_float8.h"
@@ -28,7 +29,8 @@ namespace {
 constexpr int kTileWarps = kTileThreads / kWarpSize;
 
 struct QuantizeColumnsParams : pmo_quantize_columns_params {
-  TileCodes form;  // of codes
+  TileCodes form;   // of codes
+  bool in_vectors;  // whether rows of x are aligned to 16 bytes and end at a multiple of 8 elements
 };
 
 constexpr int kTilesOfItem = 8;
@@ -91,6 +93,11 @@ struct ColumnMaxima {
   }
 };
 
+// Factor of the values of a group, NaN if one of them is infinite.
+__device__ inline float inverse_of(float scale, float amax) {
+  return isinf(amax) ? __int_as_float(0x7FC00000) : __frcp_rn(scale);
+}
+
 // Scales of the columns of a tile, and their reciprocals, in shared memory.
 template <typename Rows>
 class ColumnScales {
@@ -110,7 +117,7 @@ class ColumnScales {
       for (int warp = 0; warp < kTileWarps; ++warp) all = fmaxf(all, Rows::load(of_warps_[warp][threadIdx.x]));
       const float scale = float8_scale(all, amax_min);
       scales_[threadIdx.x] = scale;
-      inverses_[threadIdx.x] = __frcp_rn(scale);
+      inverses_[threadIdx.x] = inverse_of(scale, all);
     }
     __syncthreads();
   }
@@ -150,9 +157,13 @@ struct ThreadRows {
   template <typename Rows>
   __device__ void load(const QuantizeColumnsParams& p, int column, TileElements<Rows>* elements) const {
     const auto* const x = static_cast<const typename Rows::Element*>(p.x) + column;
+    const int left = static_cast<int>(p.num_columns) - column;
+    if (p.in_vectors) {
 #pragma unroll
-    for (int i = 0; i < kTileSide; ++i) {
-      elements->load_row(i, x + source[i] * p.x_row_stride, source[i] >= 0 && column < p.num_columns);
+      for (int i = 0; i < kTileSide; ++i) elements->load_row(i, x + source[i] * p.x_row_stride, source[i] >= 0 && left > 0);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kTileSide; ++i) elements->load_elements(i, x + source[i] * p.x_row_stride, source[i] >= 0 ? left : 0);
     }
   }
 };
@@ -180,7 +191,7 @@ __global__ void __launch_bounds__(kTileThreads, kMinBlocksPerSm<Rows>)
       elements.fence();
       float scales[kTileSide], inverses[kTileSide];
       if constexpr (kByBlocks) {
-        const float scale = float8_scale(max_over_tile(amax.of_all()), p.amax_min), inverse = __frcp_rn(scale);
+        const float all = max_over_tile(amax.of_all()), scale = float8_scale(all, p.amax_min), inverse = inverse_of(scale, all);
 #pragma unroll
         for (int j = 0; j < kTileSide; ++j) {
           scales[j] = scale;
@@ -202,12 +213,13 @@ __global__ void __launch_bounds__(kTileThreads, kMinBlocksPerSm<Rows>)
         elements.unpack(i, values);
         float8_codes(values, inverses, codes[i]);
         if constexpr (kValues) {
-          if (i >= rows.count || tile * kTile + thread_column >= columns) continue;
+          if (i >= rows.count) continue;
           float* const target = p.values + int64_t{rows.first + i} * columns + tile * kTile + thread_column;
 #pragma unroll
           for (int j = 0; j < kTileSide; ++j) {
             const float value = float8_value(codes[i][j / 4] >> (8 * (j % 4)) & 0xFF);
-            target[j] = value == value ? __fmul_rn(value, scales[j]) : __int_as_float(0x7FC00000);
+            if (tile * kTile + thread_column + j < columns)
+              target[j] = value == value ? __fmul_rn(value, scales[j]) : __int_as_float(0x7FC00000);
           }
         }
       }
@@ -223,7 +235,9 @@ int run_quantize_columns(const pmo_quantize_columns_params& p, cudaStream_t stre
   if (p.num_rows == 0 || p.num_columns == 0 || p.num_blocks == 0) return PMO_OK;
   const int64_t blocks = std::min(p.num_blocks, divide_up(p.num_rows, int64_t{kTile}) + p.num_experts);
   const Grid grid = {grid_for(blocks * divide_up(p.num_columns, int64_t{kTile * kTilesOfItem}), 1), kTileThreads};
-  const QuantizeColumnsParams params = {p, {p.codes, p.num_columns, kTile}};
+  const int64_t itemsize = dtype_size(p.dtype);
+  const bool in_vectors = address(p.x) % 16 == 0 && p.x_row_stride * itemsize % 16 == 0 && p.num_columns % kTileSide == 0;
+  const QuantizeColumnsParams params = {p, {p.codes, p.num_columns, kTile}, in_vectors};
   return with_rows(p.dtype, [&](auto rows_of) {
     using Rows = decltype(rows_of);
     auto* kernel = p.by_blocks ? quantize_columns<Rows, true, false> : quantize_columns<Rows, false, false>;

@@ -76,24 +76,25 @@ PMO_API int pmo_quantize_blocks_cuda(const pmo_quantize_blocks_params* params, v
 
 // Quantisation of rows as an operand of wgrads, whose K is the rows of an expert. Expert e has the row blocks tiles[e] to
 // tiles[e + 1] - 1: the first one has its rows first[e] to first[e] + 127, up to stop[e]. Codes of a block are transposed, with
-// zeros after the last row. A scale serves a column of a block or, `by_blocks`, 128 columns, by the rule of pmo_quantize_params.
-// Rows of no expert are not read, and blocks from num_blocks on not written. Moves M * C * (itemsize + 1) bytes.
+// zeros after the last row. A scale serves a column of a block or, `by_blocks`, 128 columns, by the rule of pmo_quantize_params,
+// except that all codes of a group with an infinity are NaN: a loss scaler looks for overflows in the gradients of matrices. Rows of
+// no expert are not read, and blocks from num_blocks on not written. Moves M * C * (itemsize + 1) bytes.
 typedef struct pmo_quantize_columns_params {
   int64_t struct_size;
   int64_t num_rows;             // M
   int64_t num_sources;          // rows of x
-  int64_t num_columns;          // C, a multiple of 8
+  int64_t num_columns;          // C
   int64_t num_experts;          // E
   int64_t num_blocks;           // row blocks that codes and scales have room for
-  const void* x;                // [num_sources, C], at a multiple of 16 bytes
-  int64_t x_row_stride;         // a multiple of 8, at least C
+  const void* x;                // [num_sources, C]
+  int64_t x_row_stride;         // at least C
   const int32_t* row_to_token;  // [M]: row r is x[row_to_token[r]], or zeros if there is no such row of x; NULL: row r is x[r]
   const int32_t* first;         // [E]; this and the next two as pmo_grouped_tables_* computes them for M rows and tiles of 128
   const int32_t* stop;          // [E]
   const int32_t* tiles;         // [E + 1]
   void* codes;                  // [num_blocks, C, 128] or NULL, at a multiple of 16 bytes
   float* scales;                // [num_blocks, C], or [num_blocks, C / 128, rounded up] with by_blocks; given with codes
-  float* values;                // [M, C] or NULL, at a multiple of 16 bytes: codes times scales, in the rows of experts
+  float* values;                // [M, C] or NULL: codes times scales, in the rows of experts
   int32_t dtype;                // of x: PMO_FLOAT32, PMO_FLOAT16 or PMO_BFLOAT16
   int32_t by_blocks;
   float amax_min;  // in [2^-100, FLT_MAX]
