@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from statistics import geometric_mean
 
 from benchmarks.layer import report as layers
 from benchmarks.layer.shapes import SHAPES
@@ -148,13 +149,13 @@ def _layers_in_words(runs: Iterable[layers.Run]) -> Iterable[str]:
         times = [each for shape in SHAPES if (each := _layer_times(run, shape, "torch")) is not None]
         float8 = [each for shape in SHAPES if (each := _layer_times(run, shape, layers.FLOAT8_KEPT)) is not None]
         if times:
-            faster = [layers.geometric_mean(torch[way] / ours[way] for ours, torch in times) for way in (0, 1)]
+            faster = [geometric_mean(torch[way] / ours[way] for ours, torch in times) for way in (0, 1)]
             yield (
                 f"**A layer of experts on one {run.gpu}**: {faster[0]:.1f} times as fast as PyTorch's grouped product "
                 f"forward and {faster[1]:.1f} times backward, geometric mean of {len(times)} shapes."
             )
         if float8:
-            faster = [layers.geometric_mean(ours[way] / other[way] for ours, other in float8) for way in (0, 1)]
+            faster = [geometric_mean(ours[way] / other[way] for ours, other in float8) for way in (0, 1)]
             yield (
                 f"**Experts on float8 operands on one {run.gpu}**, whose matrices are quantised once for many "
                 f"micro-batches: {faster[0]:.2f} times as fast as in bfloat16 forward and {faster[1]:.2f} times "
@@ -166,7 +167,7 @@ def _sonic_moe_in_words(runs: Iterable[layers.Run]) -> Iterable[str]:
     for run in runs:
         over = layers.over_sonic_moe(run).values()
         if over:
-            forward, backward = (_in_percent(layers.geometric_mean(each)) for each in zip(*over, strict=True))
+            forward, backward = (_in_percent(geometric_mean(each)) for each in zip(*over, strict=True))
             yield (
                 f"**Beside SonicMoE on one {run.gpu}**, tuned for each shape: a layer is {forward} forward and "
                 f"{backward} backward, geometric mean of {len(over)} shapes."

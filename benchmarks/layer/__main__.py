@@ -144,7 +144,7 @@ def times(all_calls: list[Calls], samples: int) -> list[dict[str, float]]:
 def lines(
     name: str, routing: str, groups: list[list[str]], modes: list[str], samples: int, core_library: Path | None
 ) -> Iterator[dict[str, Any]]:
-    """The lines of a shape; the implementations of a group alternate."""
+    """The lines of a shape; the implementations of a group alternate, as far as there is memory for all."""
     shape = SHAPES[name]
     inputs = Inputs(shape, routing, core_library)
     for group in groups:
@@ -173,10 +173,14 @@ def timed_lines(
     shape: Shape, right: list[tuple[dict[str, Any], Passes]], mode: str, samples: int
 ) -> Iterator[dict[str, Any]]:
     ready: list[tuple[dict[str, Any], Calls]] = []
+    later: list[tuple[dict[str, Any], Passes]] = []  # those for which memory is left after the others
     for line, passes in right:
         try:
             ready.append((line, (captured if mode == "graph" else eager)(passes)))
         except Exception as failure:
+            if ready and isinstance(failure, torch.cuda.OutOfMemoryError):
+                later.append((line, passes))
+                continue
             yield {**line, "mode": mode, "error": text_of(failure)}
     try:
         all_found = times([calls for _, calls in ready], samples)
@@ -188,6 +192,12 @@ def timed_lines(
         for which in ("forward", "backward"):
             timed[f"{which}_tflops"] = round(shape.flops(which == "backward") / found[f"{which}_us"] / 1e6, 1)
         yield {**line, **timed}
+    if later:
+        ready.clear()
+        calls = None
+        gc.collect()
+        torch.cuda.empty_cache()
+        yield from timed_lines(shape, later, mode, samples)
 
 
 def peer_versions(implementations: list[str]) -> dict[str, str | None]:

@@ -95,6 +95,8 @@ class LibraryLayer:
         keeps_matrices: with float8, whether both passes find their matrices quantised.
         hidden_in_float8: with float8, whether H is saved as codes and scales.
         accumulates: whether gradients of matrices are added to float32 tensors.
+        quantises_once: with float8, whether the forward pass quantises the matrices for both passes, as a call of
+            moe_mlp does that finds none kept.
         float8_wgrads: with float8, whether wgrads have float8 operands, too.
         integers: format of the integer codes of the matrices, which forward passes with few rows read, or None.
         launched: receives the name of each launch, or None.
@@ -110,6 +112,7 @@ class LibraryLayer:
         hidden_in_float8: bool = False,
         accumulates: bool = False,
         float8_wgrads: bool = False,
+        quantises_once: bool = False,
         integers: str | None = None,
         launched: list[str] | None = None,
     ) -> None:
@@ -121,9 +124,9 @@ class LibraryLayer:
         self._gpu = ctypes.c_int32(), ctypes.c_int32()
         self._library.functions.pmo_gpu_facts_cuda(*map(ctypes.byref, self._gpu))
         self._codes: dict[str, Codes] = {}
+        self._quantises_once = quantises_once
         if keeps_matrices:
-            for name, matrix in (("gate_up", inputs.gate_up), ("down", inputs.down)):
-                self._codes[f"turned_{name}"], self._codes[name] = self._library.quantized(matrix)
+            self._quantize()
         self._format = "int8"
         if integers is not None:
             self._format = integers
@@ -137,7 +140,13 @@ class LibraryLayer:
         layer._inputs = inputs
         return layer
 
+    def _quantize(self) -> None:
+        for name, matrix in (("gate_up", self._inputs.gate_up), ("down", self._inputs.down)):
+            self._codes[f"turned_{name}"], self._codes[name] = self._library.quantized(matrix)
+
     def forward(self) -> tuple[torch.Tensor, Any]:
+        if self._quantises_once:
+            self._quantize()
         i = self._inputs
         out, rows, columns = torch.empty_like(i.x), len(i.row_to_token), 2 * i.shape.inner
         kept: dict[str, torch.Tensor] = {}

@@ -12,12 +12,14 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from benchmarks.pages import BUILT, made_by
 from benchmarks.series import differences
 from benchmarks.spread import deviation, with_deviation
 
+from .float8_report import steps
 from .published import PUBLISHED, Source
 from .shapes import MODELS, SHAPES
 
@@ -46,6 +48,7 @@ experts of inner size n; all numbers are bfloat16, but for the columns that say 
   layer for other GPUs. *ours, 256 MiB* has another buffer; *ours, keep x* makes the first product again in the backward
   pass; *ours, accumulates* adds the gradients of matrices to float32 tensors. *ours, float8* multiplies float8 operands
   and quantises its matrices in each pass; *matrices kept* finds them quantised, as micro-batches after the first do;
+  *first micro-batch* quantises them in the forward pass for both; *wgrads too* is with `compute="fp8_1x128_wgrad"`;
   *first product in float8* is with `keep="h_fp8"`. *torch* is plain PyTorch around `torch._grouped_mm` with its own
   gradients.
 * *kept* is what forward leaves for backward, in MiB, with the tokens: 2 T d + 4 T K n bytes for ours, which the
@@ -128,11 +131,6 @@ def newest_runs(folder: Path, kind: str) -> list[Run]:
         if run.gpu not in newest or newest[run.gpu].machine["date"] < run.machine["date"]:
             newest[run.gpu] = run
     return [newest[gpu] for gpu in sorted(newest, reverse=True)]
-
-
-def geometric_mean(ratios: Iterable[float]) -> float:
-    logarithms = [math.log(ratio) for ratio in ratios]
-    return math.exp(sum(logarithms) / len(logarithms))
 
 
 def ratios(run: Run, source: Source, implementation: str) -> list[tuple[float, float]]:
@@ -412,9 +410,10 @@ def main(results: Path = RESULTS, target: Path = PAGE) -> int:
         further = [
             *map(sonic_moe, newest_runs(results, "layer-sonic")),
             *map(peers, newest_runs(results, "layer-peers")),
+            *map(steps, newest_runs(results, "layer-float8")),
             *map(products, newest_runs(results, "deepgemm")),
             *map(bounds, sorted(results.glob("ncu/*-layer.jsonl"))),
-            differences.section(results, ("layer", "layer-sonic", "layer-peers", "deepgemm")),
+            differences.section(results, ("layer", "layer-sonic", "layer-peers", "layer-float8", "deepgemm")),
         ]
         text = page(runs, further)
     except ValueError as error:

@@ -167,6 +167,7 @@ def _overlaps(lines: _Lines) -> Iterator[Figure]:
 _READERS: dict[str, Callable[[_Lines], Iterator[Figure]]] = {
     "layer": _layers,
     "layer-sonic": _layers,
+    "layer-float8": _layers,
     "layer-operator": _layers,
     "layer-peers": _layers,
     "deepgemm": _layers,

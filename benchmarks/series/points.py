@@ -9,9 +9,8 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from statistics import geometric_mean
 from typing import NamedTuple
-
-from benchmarks.layer.report import geometric_mean
 
 from .differences import LIMIT
 from .figures import Result, result_of

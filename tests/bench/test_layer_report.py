@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from benchmarks.layer import report
+from benchmarks.layer import float8_report, report
 from benchmarks.layer.published import PUBLISHED
 from tests.pictures import check_that_labels_lie_apart, labels_of
 
@@ -43,7 +43,7 @@ def written(tmp_path):
         (tmp_path / "ncu").mkdir(exist_ok=True)
         for name, lines in files.items():
             text = "\n".join(json.dumps(each) for each in lines)
-            as_named = name.endswith(("-peers", "-sonic", "-deepgemm"))
+            as_named = name.endswith(("-peers", "-sonic", "-float8", "-deepgemm"))
             path = "ncu/h200-layer" if name == "ncu" else name if as_named else f"{name}-layer"
             (tmp_path / f"{path}.jsonl").write_text(text + "\n")
         page = tmp_path / "page.md"
@@ -238,3 +238,25 @@ def test_the_labels_of_the_picture_lie_apart_and_name_models_and_tokens():
     check_that_labels_lie_apart(figure)
     said = {text for text, _ in labels_of(figure)}
     assert {"DeepSeek-V3, 4096", "ERNIE-4.5-300B, 16384", "Qwen3-30B, 8192", "1.4B, n=256, 40960"} <= said
+
+
+def test_training_steps_in_float8(written):
+    """A first micro-batch of 120 and others of 80 us, beside 100 us in bfloat16; wgrads were not measured."""
+    times = {"": 100.0, ", float8, first micro-batch": 120.0, ", float8, matrices kept": 80.0}
+    lines = [line(impl=f"ours{name}", forward_us=us / 4, backward_us=us * 3 / 4) for name, us in times.items()]
+    page = written(h200=[MACHINE, line()], **{"h200-layer-float8": [MACHINE, *lines]})
+    assert "| ernie-21b | 100 | 0.83 | 1.18 | 2 |  |  |  |" in page
+    assert (
+        "`fp8_1x128`, geometric mean of 1 shapes: 0.83 with one micro-batch, 1.18 with 8; the least 0.83 and 1.18."
+        in page
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "kept", "exact", "expected"),
+    [(90, 80, 100, "1"), (120, 80, 100, "2"), (121, 80, 100, "3"), (99, 100, 100, "1"), (120, 100, 100, "never")],
+)
+def test_micro_batches_until_float8_is_as_fast(first, kept, exact, expected):
+    assert float8_report.break_even(first, kept, exact) == expected
+    if expected.isdigit():
+        assert float8_report.step_us(first, kept, int(expected)) <= int(expected) * exact
