@@ -171,6 +171,7 @@ EQUIVALENT = (
         r"columns\.append\(filled\(\[size, more\], 0",
         "nothing reads numbers of experts that a layer does not have",
     ),
+    (r"expert_parallel/exchanges\.py", "constant|opposite", r"_tickets\[key\] =", "nothing reads the ticket"),
     (r"expert_parallel/training\.py", "", r"BUCKET_BYTES =", "sizes of pieces"),
     (r"expert_parallel/training\.py", "keyword dropped", r"to_tensor\(\[state, ", "int64 is the default"),
     (r"expert_parallel/(training|fleet)\.py", "elements swapped", r"for name in \(", "in any order"),
