@@ -190,6 +190,10 @@ def test_parts_through_memory_of_peers_have_the_bits_of_those_that_are_exchanged
             assert_bits_equal(got[name], expected[name], what=f"{name} of {problem}")
 
 
+def test_more_slots_or_experts_than_one_launch_takes_have_the_bits_of_one_process():
+    check("reduced", peers_of([Problem((3, 2), 40, 33, 8), Problem((4, 1), 4098, 2, 8)], 16))
+
+
 @OF_RANKS
 def test_rows_through_memory_of_peers_have_the_bits_of_one_process(problems):
     check("exact", peers_of(problems, 80, integers=False))
