@@ -177,7 +177,7 @@ EQUIVALENT = (
     (r"expert_parallel/streams\.py", "", r"CUDAPlace\(", "the suites on a GPU see it"),
     (r"expert_parallel/training\.py", "", r"BUCKET_BYTES =", "sizes of pieces"),
     (r"expert_parallel/training\.py", "keyword dropped", r"to_tensor\(\[state, ", "int64 is the default"),
-    (r"expert_parallel/(training|fleet)\.py", "elements swapped", r"for name in \(", "in any order"),
+    (r"expert_parallel/(training|fleet|fleet_optimizers)\.py", "elements swapped", r"for name in \(", "in any order"),
     (r"expert_parallel/fleet\.py", "constant", r" else -1$", "any number that is no rank will do"),
     (
         r"expert_parallel/fleet\.py",
@@ -200,6 +200,12 @@ EQUIVALENT = (
     ),
     (r"expert_parallel/training\.py", "method dropped", r"= total\.astype\(", "the assignment to a slice casts"),
     (r"expert_parallel/channels\.py", "constant", r"HEADER \+ rows \* topk \* 8", "room for more"),
+    (
+        r"expert_parallel/layer_exchanges\.py",
+        "condition dropped",
+        r"if plan is not None and isinstance\(peers, Peers\)",
+        "with combine='exact' there is a plan",
+    ),
     (r"expert_parallel/placement\.py", "elements swapped", r"^BY_ROW =", "in any order"),
     (r"expert_parallel/placement\.py", "constant", r"filled\(\[1\], 0, counts\.dtype", "room for more"),
     (r"expert_parallel/moving\.py", "constant", r"step = parallel\._step\(", "words that all ranks have alike"),
