@@ -54,7 +54,8 @@ class OverObjects(TokenTransport):
 
     def dispatch(self, tokens: paddle.Tensor, ids: paddle.Tensor, probs: paddle.Tensor) -> DispatchedTokens:
         assert ids.dtype == paddle.int64
-        assert tokens.stop_gradient and probs.stop_gradient
+        assert tokens.stop_gradient
+        assert probs.stop_gradient
         ranks = np.where(ids.numpy() >= 0, ids.numpy() // self.experts_of_rank, -1)
         route = [np.flatnonzero((ranks == rank).any(1)) for rank in range(self.group.nranks)]
         counts = [len(each) for each in self._sent([rows.reshape([-1, 1]) for rows in route])]

@@ -118,6 +118,7 @@ AREAS = {
             *_tests("packaging", "build_check", "commands", "env_variables", "import", "public_api"),
             *_tests("ops", "activations", "backends", "biases", "explain_layer", "native_functions", "patch_families"),
             *_tests("ops", "patch_paddle", "quantized_matrices"),
+            *_tests("static", "export"),
         ),
     ),
     "bench_command": Area(

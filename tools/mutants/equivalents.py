@@ -8,6 +8,8 @@ import re
 
 # Path, kind, regular expression for the lines before the change, and the reason.
 EQUIVALENT = (
+    (r"_build_check\.py", "method dropped", r"^PACKAGE = ", "the folder by another path"),
+    (r"_float8_layer\.py", "method dropped", r"values = gate_up\.detach\(\)", "codes have no gradient"),
     (r"expert_parallel/agreement\.py", "", r'name="expert_parallel_alone"', "a label that nothing reads"),
     (r"kernels/cpu\.py", "", r"getloadavg|_SECONDS_PER_TURN|_ASSUMED_CACHE|_flush_buffer", "code around a timing"),
     (r"kernels/cpu\.py", "", r"needed > left|needed / 1e9", "an estimate"),
