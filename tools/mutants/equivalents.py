@@ -9,6 +9,12 @@ import re
 # Path, kind, regular expression for the lines before the change, and the reason.
 EQUIVALENT = (
     (r"_build_check\.py", "method dropped", r"^PACKAGE = ", "the folder by another path"),
+    (r"bench/picture\.py", "", r"margins\(|axes\.(text|set_|plot|legend|invert|spines)|figsize", "looks"),
+    (r"bench/run\.py", "", r"^    return 4 \* model\.hidden|of_matrices|matrices, rows = 3", "an estimate"),
+    (r"bench/run\.py", "", r"getloadavg|load > cores", "whether other programs run"),
+    (r"bench/run\.py", "", r"zeros\(\[1, 1\]\)", "any tensor of the device"),
+    (r"bench/models\.py", "constant", r" Model\(", "sizes of models, of which there is no other list"),
+    (r"/_quick\.py", "", r"workspace_mb: Any = 1024|workspace=workspace_mb <<", "sizes of pieces"),
     (r"_float8_layer\.py", "method dropped", r"values = gate_up\.detach\(\)", "codes have no gradient"),
     (r"expert_parallel/agreement\.py", "", r'name="expert_parallel_alone"', "a label that nothing reads"),
     (r"kernels/cpu\.py", "", r"getloadavg|_SECONDS_PER_TURN|_ASSUMED_CACHE|_flush_buffer", "code around a timing"),
@@ -79,7 +85,10 @@ EQUIVALENT = (
     (r"reference/(routing|paddle_api)\.py", "slice dropped", r"\[:1\]:$", "the first one raises"),
     (r"reference/arithmetic\.py", "elements swapped", r"to_float32\(a\), to_float32\(b\)", "factors"),
     (r"reference/gemm\.py", "method dropped", r"\.astype\(np\.float64\)", "the other factor is float64"),
-    (r"reference/", "keyword dropped", r"np\.errstate\(", "warnings"),
+    (r"reference/|testing/", "keyword dropped", r"np\.errstate\(", "warnings"),
+    (r"testing/selftest\.py", "constant", r"^(CASES|EMPTY) = |Case\(T=64", "any shapes"),
+    (r"testing/selftest\.py", "keyword dropped", r"^        d_out, d_slots = ", "gradients of another dtype are cast"),
+    (r"testing/tolerances\.py", "method dropped", r"expected\.astype\(np\.float64\)", "float32 is exact enough"),
     (r"triton/ops/route\.py", "opposite", r"8192 // width", "sizes of pieces"),
     (r"triton/ops/unpermute_backward\.py", "", r"programs_per_token = ", "how many programs share a token"),
     (
