@@ -384,13 +384,17 @@ def rows_of_tokens(
         step: the dispatch.
     """
 
-    def before(x: Tensor) -> Tensors:
-        lines = resolve("permute", x).permute(x, None, to_ranks, "all")[0]
-        return (lines,) if tokens.float8 is None else tokens.encode(lines)
+    def lines_of(x: Tensor) -> Tensors:
+        return (resolve("permute", x).permute(x, None, to_ranks, "all")[0],)
 
-    def after(*lines: Tensor) -> Tensors:
-        arrived = lines[0] if tokens.float8 is None else tokens.decode(dtype, *lines)
+    def rows_of(arrived: Tensor) -> Tensors:
         return (resolve("permute", arrived).permute(arrived, None, local, "all")[0],)
+
+    def encoded(x: Tensor) -> Tensors:
+        return tokens.encode(*lines_of(x))
+
+    def decoded(*lines: Tensor) -> Tensors:
+        return rows_of(tokens.decode(dtype, *lines))
 
     def by_rank(gradient: Tensor) -> Tensors:
         return (chunks.by_rank(gradient),)
@@ -402,8 +406,13 @@ def rows_of_tokens(
         back_step = backward_step(step.call, Kind.DISPATCH_BACKWARD)
         return LineLeg(rows.transport, rows.sent, rows.received, back_step, by_rank, summed)
 
-    there = LineLeg(tokens.transport, tokens.sent, tokens.received, step, before, after)
-    return Exchange(_DISPATCH, there, back)
+    def again() -> LineLeg:
+        return there._replace(step=backward_step(step.call, Kind.DISPATCH_BACKWARD), before=lines_of, after=rows_of)
+
+    there = LineLeg(tokens.transport, tokens.sent, tokens.received, step, lines_of, rows_of)
+    if tokens.float8 is not None:
+        there = there._replace(before=encoded, after=decoded)
+    return Exchange(_DISPATCH, there, back, again)
 
 
 def say_that_this_rank_raises(transport: LineTransport, step: Step) -> None:

@@ -201,7 +201,6 @@ def _store(tensor: Tensor, value: Tensor, optimizer: Any) -> None:
     while each is not None:
         loaded = getattr(each, "__dict__", {}).get("_accumulators_holder", {})
         for key in [key for key, entry in loaded.items() if entry is tensor]:
-            value.name = tensor.name
             loaded[key] = value
             return
         each = getattr(each, "__dict__", {}).get("_inner_opt")

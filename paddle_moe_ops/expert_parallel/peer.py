@@ -305,7 +305,14 @@ class Peers:
         def summed(rows: Tensor) -> Tensors:
             return (resolve("unpermute", rows).unpermute(rows, None, plan),)
 
-        return Exchange(DISPATCH, Then(leg, permuted, (probs,)), back), lambda: found[0]
+        def again() -> AtOnce:
+            back_step, trip = backward_step(step.call, Kind.DISPATCH_BACKWARD), found[0].trip
+            return AtOnce(lambda x: trip.leg(back_step, [], trip.calls, to_owners=False).run(*rows_of(x)))
+
+        def rows_of(x: Tensor) -> Tensors:
+            return resolve("permute", x).permute(x, None, plan, "all")[:1]
+
+        return Exchange(DISPATCH, Then(leg, permuted, (probs,)), back, again), lambda: found[0]
 
     def combine(self, out: Tensor, trip: _Trip | _RowTrip) -> Exchange:
         """Return the exchange of rows in combine.

@@ -203,9 +203,9 @@ class Recorder:
 
     def _range(self, array: Array | None) -> tuple[int, int]:
         """The addresses of an array, from the first one on and before the last one."""
-        start = address(array)
-        if array is None or not start:
+        if array is None:
             return 0, 0
+        start = address(array)
         shape, item = list(array.shape), ITEM_BYTES[self._device.dtype_name(array)]
         if 0 in shape:
             return start, start

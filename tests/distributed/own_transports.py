@@ -15,7 +15,7 @@ from paddle_moe_ops.expert_parallel import DispatchedTokens, LineTransport, Toke
 
 
 class OverAllGather(LineTransport):
-    """A transport of lines of any dtype, which compares the steps of ranks.
+    """A transport of lines of any dtype, which compares the steps of ranks. Lines want no gradient.
 
     Attributes:
         words: of the exchanges so far.
@@ -26,6 +26,7 @@ class OverAllGather(LineTransport):
         return self
 
     def exchange(self, lines: paddle.Tensor, sent: Any, received: Any, step: Any) -> paddle.Tensor:
+        assert lines.stop_gradient
         self.words.append(step.words())
         of_ranks: list[Any] = []
         parts = np.split(lines.view("uint8").numpy() if lines.size else np.zeros(lines.shape), np.cumsum(sent)[:-1])
@@ -38,7 +39,7 @@ class OverAllGather(LineTransport):
 
 
 class OverObjects(TokenTransport):
-    """A transport of tokens, whose only state between calls is the handle."""
+    """A transport of tokens, whose only state between calls is the handle. Tensors are those of the protocol."""
 
     def connect(self, group: Any, num_experts: int) -> OverObjects:
         made = type(self)()
@@ -52,6 +53,9 @@ class OverObjects(TokenTransport):
         return [each[self.group.rank] for each in of_ranks]
 
     def dispatch(self, tokens: paddle.Tensor, ids: paddle.Tensor, probs: paddle.Tensor) -> DispatchedTokens:
+        assert ids.dtype == paddle.int64
+        assert tokens.stop_gradient
+        assert probs.stop_gradient
         ranks = np.where(ids.numpy() >= 0, ids.numpy() // self.experts_of_rank, -1)
         route = [np.flatnonzero((ranks == rank).any(1)) for rank in range(self.group.nranks)]
         counts = [len(each) for each in self._sent([rows.reshape([-1, 1]) for rows in route])]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import paddle
 import pytest
@@ -76,18 +77,26 @@ def on_a_side_stream() -> list[Any]:
         x, kept = paddle.ones([3]), [paddle.ones([2])]
         side = SideStream(x.place)
         current = lambda: paddle.device.current_stream(paddle.device.get_device()).stream_base.raw_stream  # noqa: E731
-        before = current()
-        ends = [side.begin(lambda used: (used.append(kept), x * 2)[1:], x), side.begin(lambda _: (x * 3,))]
+        before, during = current(), []
+        ends = [
+            side.begin(lambda used: (used.append(kept), during.append(current()), x * 2)[2:], x),
+            side.begin(lambda _: (x * 3,)),
+        ]
         side.join()
         del ends[1]
         (made,) = ends[0]()
+        side.join()
         with contextlib.suppress(ZeroDivisionError):
             side.begin(lambda _: (x / (1 // 0),))
-        return [made.tolist(), ends[0]._memory, current() == before]
+        with mock.patch.object(side, "_current") as stream:
+            side.join()
+        waits = stream.return_value.wait_event.call_count
+        return [made.tolist(), ends[0]._memory, current() == before, during[0] == before, waits]
 
 
 def test_a_side_stream_ends_work_and_restores_the_current_stream():
-    assert run(on_a_side_stream, 2, "stub") == [[[2.0] * 3, (), True]] * 2
+    """Work that raises has an end to wait for, too."""
+    assert run(on_a_side_stream, 2, "stub") == [[[2.0] * 3, (), True, False, 1]] * 2
 
 
 class FakeSide:

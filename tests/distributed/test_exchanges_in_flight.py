@@ -195,6 +195,7 @@ def with_a_shared_expert(layer: Layer) -> dict[str, paddle.Tensor]:
     out = layer.experts(received)
     if layer.async_op:
         handle = layer.parallel.combine(out, received, async_op=True)
+        assert handle.overlapped(x.detach()).stop_gradient
         beside = shared(handle.overlapped(x))
         y = handle.wait() + beside
     else:

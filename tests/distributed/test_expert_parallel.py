@@ -190,6 +190,10 @@ def test_parts_through_memory_of_peers_have_the_bits_of_those_that_are_exchanged
             assert_bits_equal(got[name], expected[name], what=f"{name} of {problem}")
 
 
+def test_more_slots_or_experts_than_one_launch_takes_have_the_bits_of_one_process():
+    check("reduced", peers_of([Problem((3, 2), 40, 33, 8), Problem((4, 1), 4098, 2, 8)], 16))
+
+
 @OF_RANKS
 def test_rows_through_memory_of_peers_have_the_bits_of_one_process(problems):
     check("exact", peers_of(problems, 80, integers=False))
@@ -244,31 +248,40 @@ def test_a_router_from_topk_is_trained(combine, options):
 
 
 def second_order(combine: str, **options: Any) -> list[NDArray]:
-    """A gradient by the gradient of the result, and the result of these values: dispatch to combine is linear in x."""
+    """A gradient by the gradient of the result, and the result of these values: dispatch to combine is linear in x.
+
+    Gradients travel in their own dtype, so the latter is that of tokens without a payload.
+    """
     rank = paddle.distributed.get_rank()
     rng, count = np.random.default_rng(rank), (5, 0, 3)[rank]
     x, d_out, values = (paddle.to_tensor(rng.standard_normal([count, 8]).astype(np.float32)) for _ in range(3))
     x.stop_gradient = d_out.stop_gradient = False
     ids = paddle.to_tensor(np.array([rng.permutation(6)[:2] for _ in range(count)], np.int32).reshape([count, 2]))
-    ep = ExpertParallel(6, combine=combine, **options)
+    eps = [ExpertParallel(6, combine=combine, **each) for each in (options, {**options, "payload": None})]
 
-    def called(x: paddle.Tensor) -> paddle.Tensor:
+    def called(x: paddle.Tensor, ep: ExpertParallel) -> paddle.Tensor:
         received = ep.dispatch(x, ids, paddle.ones([count, 2]))
         if combine == "exact":
             return ep.combine(received.rows * 3, received)
         rows = permute(received.tokens, received.plan)[0] * 3
         return ep.combine(unpermute(rows, received.plan), received)
 
-    (d_x,) = paddle.grad([called(x)], [x], [d_out], create_graph=True)
+    (d_x,) = paddle.grad([called(x, eps[0])], [x], [d_out], create_graph=True)
     (found,) = paddle.grad([d_x], [d_out], [values])
-    return [found.numpy(), called(values).numpy()]
+    return [found.numpy(), called(values, eps[1]).numpy()]
 
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize(
     "options",
-    [{"combine": "exact"}, {"combine": "reduced"}, {"combine": "reduced", "tokens_per_rank": 5}],
-    ids=["exact", "reduced", "parts of one size"],
+    [
+        {"combine": "exact"},
+        {"combine": "exact", "payload": "fp8_1x128"},
+        {"combine": "exact", "transport": "peer", "tokens_per_rank": 5, "payload": "fp8_1x128"},
+        {"combine": "reduced", "payload": "fp8_1x128"},
+        {"combine": "reduced", "tokens_per_rank": 5},
+    ],
+    ids=["exact", "exact, float8", "exact, float8, peers", "reduced, float8", "parts of one size"],
 )
 def test_gradients_of_second_order_go_the_way_of_the_tokens(options):
     for rank, (found, expected) in enumerate(run(second_order, 3, **options)):

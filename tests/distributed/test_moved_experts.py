@@ -299,18 +299,22 @@ def of_own_class() -> list[Any]:
     x = paddle.ones([6, HIDDEN])
     before, whole = model[1](x).numpy(), gather_state_dict(model)["1.scales"].numpy()
     move_experts(model, {"1": APART})
-    after = model[1](x).numpy()
-    return [np.array_equal(before, after), np.array_equal(whole, gather_state_dict(model)["1.scales"]), model[1].moved]
+    outs = [model[1](x).numpy()]
+    move_experts(model[1], [0] * EXPERTS)  # which is the layer itself
+    outs.append(model[1](x).numpy())
+    same = [np.array_equal(before, out) for out in outs]
+    return [*same, np.array_equal(whole, gather_state_dict(model)["1.scales"]), model[1].moved]
 
 
 def test_experts_of_a_users_class_move():
-    assert run(of_own_class, 2) == [[True, True, 1]] * 2
+    assert run(of_own_class, 2) == [[True, True, True, 2]] * 2
 
 
 def refused() -> list[str]:
     """The errors of moves on a rank, which change nothing."""
     program, rank = Run(APART), dist.get_rank()
-    net, optimizer = program.net, program.optimizer
+    net, optimizer, of_other_group = program.net, program.optimizer, Scales(APART)
+    mark_expert_parameters(of_other_group, group=[dist.new_group([each]) for each in range(2)][rank])
     texts = [
         caught(lambda: move_experts(net, [0] * 4, optimizer)),
         caught(lambda: move_experts(net, [0, 0, 0, 0, 2], optimizer)),
@@ -320,6 +324,8 @@ def refused() -> list[str]:
         caught(lambda: move_experts(net.dense, MIXED, optimizer)),
         caught(lambda: move_experts(net, MIXED, net)),
         caught(net.sharded_state_dict),
+        caught(lambda: move_experts([net], MIXED)),
+        caught(lambda: move_experts(of_other_group, MIXED)),
     ]
     loss = net(paddle.ones([3, HIDDEN])).sum()
     loss.backward(retain_graph=True)
@@ -351,5 +357,10 @@ def test_moves_that_are_refused():
         assert texts[:6] == own
         assert texts[6].startswith("ValueError: move_experts: optimizer.state_dict()")
         assert texts[7] == f"ValueError: sharded_state_dict: placement must be {gaps}"
-        assert texts[8].startswith("ValueError: move_experts: the gradient of 'first.experts."), rank
-        assert texts[9] == "raised"
+        assert texts[8:10] == [
+            "TypeError: move_experts: model must be a Layer, but got list",
+            f"ValueError: move_experts: group must be the group that shares the experts of 'scales', ranks [{rank}], "
+            "but got ranks [0, 1]",
+        ]
+        assert texts[10].startswith("ValueError: move_experts: the gradient of 'first.experts.")
+        assert texts[11] == "raised"

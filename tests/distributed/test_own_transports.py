@@ -154,6 +154,20 @@ def test_two_forward_passes_and_one_without_gradients_come_before_a_backward_pas
     assert_like_the_built_in_one(several_passes, kind)
 
 
+def second_order(options: dict[str, Any]) -> str:
+    x, ep = paddle.ones([2, 4]), ExpertParallel(4, combine="reduced", **options)
+    x.stop_gradient = False
+    received = ep.dispatch(x, paddle.to_tensor([[0], [3]]), paddle.ones([2, 1]))
+    (gradient,) = paddle.grad([ep.combine(received.tokens.square(), received).sum()], [x], create_graph=True)
+    return caught(gradient.sum().backward)
+
+
+@pytest.mark.parametrize("options", [{"transport": OverObjects()}, {"transport": "peer", "tokens_per_rank": 4}])
+def test_gradients_of_second_order_raise_where_receivers_route_tokens(options):
+    for text in run(second_order, 2, options=options):
+        assert "ExpertParallel.dispatch: second-order gradients are not supported here, only first-order ones" in text
+
+
 def backward_of_one_rank() -> str:
     layer, rank = layer_over("lines"), dist.get_rank()
     with paddle.no_grad() if rank == 1 else contextlib.nullcontext():
@@ -172,6 +186,13 @@ class Faulty(OverAllGather):
     def exchange(self, lines: paddle.Tensor, sent: Any, received: Any, step: Any) -> paddle.Tensor:
         made = super().exchange(lines, sent, received, step)
         return made[1:] if lines.dtype == paddle.float32 else made
+
+
+class FaultyNumbers(OverAllGather):
+    """A transport whose numbers are of another dtype."""
+
+    def exchange_numbers(self, numbers: paddle.Tensor, step: Any) -> paddle.Tensor:
+        return super().exchange_numbers(numbers, step).astype("int64")
 
 
 class FaultyTokens(OverObjects):
@@ -214,7 +235,12 @@ class FaultyTokens(OverObjects):
 
     def combine_with_probs(self, rows: paddle.Tensor, probs: paddle.Tensor, handle: Any) -> Any:
         sums, of_probs = super().combine_with_probs(rows, probs, handle)
-        wrong = {"combine_with_probs": sums, "sums": (sums.astype("float64"), of_probs), "of_probs": (sums, sums)}
+        wrong = {
+            "combine_with_probs": sums,
+            "three": (sums, of_probs, of_probs),
+            "sums": (sums.astype("float64"), of_probs),
+            "of_probs": (sums, sums),
+        }
         return wrong.get(self.wrong, (sums, of_probs))
 
 
@@ -228,6 +254,7 @@ WRONG = {
     "combine": "ValueError: ExpertParallel: the result of transport.combine must be of shape [2, 4], but got [2, 3]",
     "dispatch_again": "ExpertParallel: the result of transport.dispatch_again must be of shape [2, 4], but got [1, 4]",
     "combine_with_probs": "ExpertParallel: the result of transport.combine_with_probs must be two tensors, but got",
+    "three": "ExpertParallel: the result of transport.combine_with_probs must be two tensors, but got tuple",
     "sums": "ExpertParallel: the result of transport.combine_with_probs, [0], must be of dtype float32",
     "of_probs": "ExpertParallel: the result of transport.combine_with_probs, [1], must be of shape [2, 1]",
 }
@@ -265,6 +292,7 @@ def errors() -> list[str]:
         caught(lambda: ExpertParallel(6, combine="reduced", transport=FaultyTokens())),
         caught(lambda: round_trip(FaultyTokens(), width=3)),
         caught(lambda: round_trip(Faulty(), "exact")),
+        caught(lambda: round_trip(FaultyNumbers(), "exact")),
         caught(lambda: DeepEP(3)),
         caught(lambda: MoELayer(8, 12, 4, 2, transport=3)),
     ]
@@ -286,6 +314,7 @@ def test_errors_of_transports_name_the_argument():
         "ValueError: FaultyTokens: at most 4 experts",
         "TypeError: ExpertParallel.dispatch: x must be even",
         "ValueError: ExpertParallel: the result of transport.exchange must be of shape [2, 4], but got [1, 4]",
+        "TypeError: ExpertParallel: the result of transport.exchange_numbers must be of dtype int32, but got int64",
         "TypeError: DeepEP: module must be a module with a class Buffer, or None, but got int",
         f"TypeError: MoELayer: {kinds} int",
     ]

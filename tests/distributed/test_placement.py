@@ -59,6 +59,7 @@ def exchanged(problem: Problem, placement: list[int] | None, options: dict[str, 
     assert received.dropped_slots.item() == 0
     assert len(received.tokens_per_expert) == ep.num_local_experts == received.plan.num_experts
     assert len(received.plan.expert_offsets) == ep.num_local_experts + 1
+    assert len(received.plan.routed_per_expert) == ep.num_local_experts
     names = paddle.to_tensor([*ep.local_experts, 0], "int32")
     experts = paddle.gather(names, received.plan.row_to_expert.clip(min=0)) if received.plan.num_rows else names[:0]
     if received.rows is not None:

@@ -14,7 +14,7 @@ import paddle.nn.functional as F
 import pytest
 
 from paddle_moe_ops import moe_mlp, permute, reference, route, unpermute, use_backend
-from paddle_moe_ops._activations import ACTIVATIONS
+from paddle_moe_ops._activations import ACTIVATIONS, activate
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.backends.gradients import WithGradients
 from paddle_moe_ops.gemm import grouped_gemm
@@ -317,6 +317,15 @@ def test_mixed_precision_on_a_cpu_computes_them_in_float32(rng, place):
         made = layer.run(place)
     for name, each in made.items():
         assert_bits_equal(each, expected[name], what=name)
+
+
+@BY_ACTIVATION
+def test_mixed_precision_changes_no_activation(activation, rng, monkeypatch):
+    hidden = tensor(ordinary(rng, (5, 2 * N)), "cpu")
+    expected = activate(hidden, activation)
+    level = paddle.base.core.AmpLevel.O2  # auto_cast does nothing on a CPU
+    monkeypatch.setattr(paddle.base.framework._dygraph_tracer(), "_amp_level", level)
+    assert_bits_equal(activate(hidden, activation), expected, what="rows")
 
 
 def test_the_two_lines_of_the_docstring_give_the_same(rng, place):

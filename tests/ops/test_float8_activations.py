@@ -11,7 +11,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_moe_ops import Float8Matrices, explain, moe_mlp, reference, route, use_backend
+from paddle_moe_ops import Float8Matrices, _float8_layer, explain, moe_mlp, reference, route, use_backend
 from paddle_moe_ops._activations import ACTIVATIONS
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.nn import MoELayer, keep_float8_matrices
@@ -140,6 +140,39 @@ def test_kept_matrices_change_no_bit_and_notice_changes(rng):
         made = layer.call(leaves, "cpu", float8_matrices=kept)
         assert_bits_equal(made, layer.call(leaves, "cpu"), what="after a change")
         assert kept._made is not codes
+
+
+@pytest.mark.compiled_only
+def test_unnoticed_writes_to_kept_matrices_raise_under_validation(rng, monkeypatch):
+    monkeypatch.setenv("PADDLE_MOE_OPS_VALIDATE", "1")
+    layer, kept = Layer(rng, ODD), Float8Matrices()
+    leaves = layer.leaves("cpu")
+    with paddle.no_grad():
+        layer.call(leaves, "cpu", float8_matrices=kept)
+        paddle.concat([leaves["down"][1:].clone(), leaves["down"][:1].clone()], out=leaves["down"])
+        with pytest.raises(ValueError, match=r"^moe_mlp: matrices with kept codes must be changed by calls that"):
+            layer.call(leaves, "cpu", float8_matrices=kept)
+
+
+@pytest.mark.compiled_only
+@pytest.mark.parametrize("activation", ["geglu_tanh", "swiglu_oai"])
+def test_mixed_precision_changes_no_bit(activation, rng, monkeypatch):
+    layer = Layer(rng, ODD, activation=activation)
+    expected = layer.run("cpu")["out"]
+    level = paddle.base.core.AmpLevel.O2  # auto_cast does nothing on a CPU
+    tracer, leaves = paddle.base.framework._dygraph_tracer(), layer.leaves("cpu")
+    monkeypatch.setattr(tracer, "_amp_level", level)
+    assert_bits_equal(layer.call(leaves, "cpu"), expected, what="out")
+
+
+def test_a_device_without_operators_is_named(rng, monkeypatch):
+    monkeypatch.setattr(_float8_layer, "has_operators", lambda _: False)
+    layer = Layer(rng, ODD)
+    text = "compute must be None, since the compiled library has no operators there, but got 'fp8_1x128'"
+    with pytest.raises(ValueError, match=f"^moe_mlp: {re.escape(text)}$"):
+        layer.run("cpu")
+    with use_backend("reference"):
+        assert_near(layer.run("cpu"), layer.due())
 
 
 @pytest.mark.compiled_only

@@ -319,6 +319,8 @@ def test_calls_of_moe_permute_with_anything_out_of_the_ordinary_are_not_even_tri
     moe_permute(x, None, ids, probs, ODD.E, paddle.bincount(ids[ids >= 0], minlength=ODD.E), ODD.A)
     with pytest.raises(ValueError, match="moe_permute: tokens_per_expert must be of length"):
         moe_permute(x, None, ids, probs, ODD.E, [], ODD.A)
+    with pytest.raises(TypeError, match="positional arguments"):
+        moe_permute(x, None, ids, probs, *sizes, True, False, False, -1, None, "one more")
     with use_backend("compiled"):
         moe_permute(x, None, ids, probs, *sizes)
     assert answers == []

@@ -7,6 +7,8 @@ Sizes are multiples of 8, for which GPUs have kernels.
 
 from __future__ import annotations
 
+import types
+
 import ml_dtypes
 import numpy as np
 import paddle
@@ -97,10 +99,12 @@ def test_flat_weights_by_slot_are_not_taken_for_weights_by_row(answers, monkeypa
     assert_bits_equal(to_numpy(made), to_numpy(moe_mlp(*operands, weights_by="slot")))
 
 
-def test_deferred_gradients_of_matrices_are_left_to_the_checked_call(answers, rng, place):
+@pytest.mark.parametrize("options", [{"defer_dw": True}, {"accumulate": True}], ids=str)
+def test_deferred_and_accumulated_gradients_are_left_to_the_checked_call(options, answers, rng, place):
     layer = Layer(rng, ODD, BF16, form="by slot", sizes=(24, 16))
     leaves = layer.leaves(place)
-    layer.call(leaves, place, defer_dw=True).sum().backward()
+    leaves["gate_up"].main_grad = leaves["down"].main_grad = None
+    layer.call(leaves, place, **options).sum().backward()
     assert answers == []
     assert leaves["x"].grad is not None
     assert leaves["gate_up"].grad is None
@@ -119,11 +123,29 @@ def test_a_call_with_gradients_gives_the_operator_its_options(options, keeps_hid
     assert given == [{**expected, "in_place": True}]
 
 
-@pytest.mark.parametrize("name", ["activation", "keep"])
-def test_an_array_as_a_name_is_left_to_the_checks(name, rng, place):
+ARRAY = np.array(["swiglu", "h"])
+BAD = [
+    *(("activation", ARRAY), ("keep", ARRAY), ("weights_by", ARRAY)),
+    *(("activation", "relu"), ("keep", "y"), ("weights_by", "column")),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD, ids=str)
+def test_a_bad_name_is_left_to_the_checks(name, value, rng, place):
     layer = Layer(rng, ODD, BF16, form="by slot", sizes=(24, 16))
-    with pytest.raises(ValueError, match=f"^moe_mlp: {name} must be one of "):
-        layer.call(layer.leaves(place), place, **{name: np.array(["swiglu", "h"])})
+    with pytest.raises(ValueError, match=f"^moe_mlp: {name} must be "):
+        layer.call(layer.leaves(place), place, **{name: value})
+
+
+def test_plans_of_another_type_and_further_arguments_are_left_to_the_checks(rng, place):
+    layer = Layer(rng, ODD, BF16, form="by slot", sizes=(24, 16))
+    leaves, plan = layer.leaves(place), plan_tensors(layer.plan, place)
+    other = types.SimpleNamespace(**plan._asdict())
+    operands = leaves["probs"], leaves["gate_up"], leaves["down"]
+    with pytest.raises(TypeError, match=r"^moe_mlp: plan must be "):
+        moe_mlp(leaves["x"], other, *operands)
+    with pytest.raises(TypeError, match="positional arguments"):
+        moe_mlp(leaves["x"], plan, *operands, "one more")
 
 
 @pytest.mark.parametrize(

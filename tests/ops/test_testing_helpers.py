@@ -13,6 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import paddle_moe_ops as ops
+from paddle_moe_ops.backends import resolve
+from paddle_moe_ops.backends.arrays import to_numpy, to_tensor
+from paddle_moe_ops.testing import selftest
 from paddle_moe_ops.testing.equality import assert_all_bits_equal, assert_bits_equal
 from paddle_moe_ops.testing.routing import (
     GENERATORS,
@@ -73,6 +77,7 @@ def test_uniform_is_balanced_and_uses_every_slot(rng):
 def test_zipf_has_hot_and_cold_experts(rng):
     loads = np.sort(counts(zipf(rng, 4000, 2, 64), 64))
     assert loads[-1] > 20 * loads[0]
+    assert loads[-1] < 2500  # with an exponent of 2 some 3,500
     assert (counts(zipf(rng, 4000, 2, 64, exponent=0.0), 64) > 60).all()
 
 
@@ -189,3 +194,76 @@ def test_another_dtype_or_shape_is_never_within_tolerance():
     tolerance = dtype_tols(np.float32, 4)
     with pytest.raises(AssertionError, match=re.escape("sum: float64 [2] instead of float32 [2]")):
         assert_close_sums(np.ones(2), np.ones(2, np.float32), np.ones(2), tolerance, what="sum")
+
+
+# ---- selftest
+
+# The operators of each check, with the numbers of results, and with those of arguments that have gradients.
+OF_CHECKS = {
+    "route": ("route", range(10), ()),
+    "permute": ("permute", (0,), (0,)),
+    "quantize": ("permute", (0, 1), ()),
+    "quantize, of rows": ("quantize_1x128", (0, 1), ()),
+    "quantize, back": ("dequantize_1x128", (0,), ()),
+    "unpermute": ("unpermute", (0,), (0,)),
+    "weighted_unpermute": ("unpermute", (0,), (0, 2)),
+    "moe_permute": ("moe_permute", (0, 1, 2, 4), (0, 3)),
+    "moe_unpermute": ("moe_unpermute", (0, 1), (0, 3)),
+    "weighted_moe_unpermute": ("moe_unpermute", (0, 1), (0, 3)),
+    "sort_chunks": ("sort_chunks", (0, 1, 2), (0,)),
+}
+
+
+def changed(value):
+    """A tensor with another element."""
+    if value.dtype in (paddle.float32, paddle.int32, paddle.int64):
+        return value + 1
+    codes = to_numpy(value).view(np.uint8).copy()
+    codes.flat[-1] ^= 1
+    return to_tensor(codes.view(to_numpy(value).dtype), value.place)
+
+
+def with_wrong_result(function, number):
+    def call(*given, **options):
+        made = function(*given, **options)
+        if isinstance(made, paddle.Tensor):
+            return changed(made)
+        results = [*made]
+        results[number] = changed(results[number])
+        return type(made)(*results) if hasattr(made, "_fields") else tuple(results)
+
+    return call
+
+
+def with_wrong_gradient(function, number):
+    def call(*given, **options):
+        given = [*given]
+        given[number] = given[number] * 2 - given[number].detach()  # the same values
+        return function(*given, **options)
+
+    return call
+
+
+@pytest.mark.compiled_only
+def test_selftest_is_of_the_compiled_operators_whatever_the_environment_names(monkeypatch, capsys):
+    names = []
+    monkeypatch.setenv("PADDLE_MOE_OPS_BACKEND", "reference")
+    monkeypatch.setattr(selftest, "all_checks", lambda: [("one", lambda: names.append(resolve("route").name))])
+    assert selftest.main() == 0
+    assert names == ["compiled"]
+    assert capsys.readouterr().out.startswith("ok     one\nselftest passed: 1 checks")
+
+
+@pytest.mark.compiled_only
+@pytest.mark.parametrize("check", OF_CHECKS)
+def test_selftest_notices_each_result_and_each_gradient(check, monkeypatch):
+    operator, results, arguments = OF_CHECKS[check]
+    right, name = getattr(ops, operator), f"check_{check.partition(',')[0]}"
+    wrong = [*((with_wrong_result, each) for each in results), *((with_wrong_gradient, each) for each in arguments)]
+    getattr(selftest._Problem(selftest.CASES[0], selftest.FLOAT32), name)()
+    for make, number in wrong:
+        problem = selftest._Problem(selftest.CASES[0], selftest.FLOAT32)
+        monkeypatch.setattr(ops, operator, make(right, number))
+        with pytest.raises(AssertionError):
+            getattr(problem, name)()
+        monkeypatch.setattr(ops, operator, right)

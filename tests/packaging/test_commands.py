@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import paddle_moe_ops
-from paddle_moe_ops import _build_check, _env
+from paddle_moe_ops import _build_check, _env, _report
 from paddle_moe_ops.testing import selftest
 from tests.packaging.subprocesses import ROOT, copy_without_library, run_command, run_forked, run_python
 
@@ -104,6 +104,22 @@ def test_env_works_without(missing):
         assert text.returncode == 0, text.stderr
         assert text.stdout.startswith(NEEDS_PADDLE)
         assert re.search(r"^compiled library +does not load: ", text.stdout, re.MULTILINE)
+
+
+def test_env_lists_the_gpus_that_nvidia_smi_names(tmp_path, monkeypatch):
+    program, line = tmp_path / "nvidia-smi", "NVIDIA H200, 570.124.06, 143771 MiB"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert _report._gpus() == []
+    for status, expected in ((0, [line, line]), (9, [])):
+        program.write_text(f"#!/bin/sh\necho '{line}'\necho '{line}'\nexit {status}\n")
+        program.chmod(0o755)
+        assert _report._gpus() == expected
+
+    def hangs(*_, timeout, **__):
+        raise subprocess.TimeoutExpired("nvidia-smi", timeout)
+
+    monkeypatch.setattr(subprocess, "run", hangs)
+    assert _report._gpus() == []
 
 
 @pytest.mark.parametrize("command", ["selftest", "explain", "bench"])

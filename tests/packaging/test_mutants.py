@@ -148,7 +148,8 @@ def test_lines_of_an_import_are_reached_by_no_test(tmp_path):
     (tree / "source.py").write_text("def two():\n    return 2\n\nTWO = two()\n\ndef three():\n    return 3\n")
     (tree / "tests" / "test_two.py").write_text(
         "import subprocess, sys\nimport source\n\n"
-        "def test_one():\n    subprocess.run([sys.executable, '-c', 'import source; source.three()'], check=True)\n\n"
+        "def test_one():\n"
+        "    subprocess.run([sys.executable, '-c', 'import source; source.three()'], cwd='/', check=True)\n\n"
         "def test_two():\n    assert source.two() == 2\n"
     )
     copy = module("copies").Copy(tree, folder, links=False)

@@ -118,6 +118,7 @@ AREAS = {
             *_tests("packaging", "build_check", "commands", "env_variables", "import", "public_api"),
             *_tests("ops", "activations", "backends", "biases", "explain_layer", "native_functions", "patch_families"),
             *_tests("ops", "patch_paddle", "quantized_matrices"),
+            *_tests("static", "export"),
         ),
     ),
     "bench_command": Area(
@@ -235,7 +236,7 @@ AREAS = {
         ),
     ),
     "exchange": _ranks(
-        ("dispatch", "layer_exchanges", "alltoall", "deep_ep", "hybrid_ep"),
+        ("dispatch", "alltoall", "deep_ep", "hybrid_ep"),
         (
             *(
                 "plans",
@@ -252,16 +253,27 @@ AREAS = {
         _tests("ops", "sharded_experts"),
     ),
     "peers": _ranks(
-        ("peer", "channels", "symmetric_memory", "symmetric_buffers"),
+        ("peer", "symmetric_memory", "symmetric_buffers"),
         (
             *("shared_buffers", "arguments_stay", "expert_parallel", "expert_parallel_errors"),
             *("calls_of_ranks", "ranks_that_do_not_come", "closed_layers"),
         ),
         _tests("ops", "rank_operators"),
     ),
+    "channels": _ranks(
+        ("channels", "layer_exchanges"),
+        (
+            *("decoding", "plans", "transports", "exchange_handles", "exchanges_in_flight", "shared_buffers"),
+            *("own_transports", "moved_experts", "arguments_stay", "calls_of_ranks", "programs_that_differ"),
+            *("expert_parallel", "expert_parallel_errors", "expert_parallel_layer", "closed_layers"),
+        ),
+    ),
     "flights": _ranks(
         ("exchanges", "streams"),
-        ("exchanges_in_flight", "exchange_handles", "expert_parallel", "orders_and_modes"),
+        (
+            *("exchanges_in_flight", "exchange_handles", "expert_parallel", "orders_and_modes", "timeline"),
+            *("deferred_gradients", "side_streams"),
+        ),
     ),
     "token_transports": _ranks(
         ("protocol", "received", "tokens"),

@@ -168,7 +168,8 @@ class Copy:
     ) -> tuple[int | str, str]:
         """Returns exit code (or "out of time", "out of memory") and output of the tests; ends their processes."""
         command = [*pytest, "-q", "--tb=no", "-p", "pytest_reach", "-p", "no:cacheprovider"]
-        paths = [str(HERE), str(HERE / "children"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        # also the copy: a process that a test starts in another folder would import an installed package
+        paths = [str(HERE), str(HERE / "children"), str(self.root), *filter(None, [os.environ.get("PYTHONPATH")])]
         process = subprocess.Popen(
             [*command, *arguments],
             cwd=self.root,

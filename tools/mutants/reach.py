@@ -4,7 +4,7 @@
 
 A folder (MUTANTS_CHILDREN) contains the number of the test that runs, which all processes map into memory, and one file
 of lines for each process: "test path:line". A process that is killed runs no handler at its end, so a line is written
-when a test first reaches it. MUTANTS_SOURCES has the paths of the sources, separated by os.pathsep.
+when a test first reaches it. MUTANTS_SOURCES has the paths of the sources in MUTANTS_COPY, separated by os.pathsep.
 
 Lines that an import runs are left out: pytest imports the sources before its first test, so only tests that start
 processes would reach them.
@@ -46,7 +46,7 @@ class Tracer:
 
     def __init__(self, folder: str) -> None:
         paths = os.environ["MUTANTS_SOURCES"].split(os.pathsep)
-        self._sources = {os.path.abspath(path): path for path in paths}
+        self._sources = {os.path.join(os.environ["MUTANTS_COPY"], path): path for path in paths}
         self._current, self._seen = Current(folder), set()
         self._file = os.open(Path(folder) / f"lines-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
