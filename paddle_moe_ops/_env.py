@@ -36,7 +36,6 @@ VARIABLES = (
         "the best instruction set of the CPU operators: generic, avx2 or auto, all that the CPU has (default: auto)",
     ),
     Variable("PADDLE_MOE_OPS_CUDA", "when building: 1 compiles the CUDA sources, 0 does not (default: automatic)"),
-    Variable("PADDLE_MOE_OPS_CORE_OBJECTS", "when building: a folder with the core's objects (default: compiles them)"),
     Variable("PADDLE_MOE_OPS_LOCAL_VERSION", "when building: the end of a wheel's version (default: automatic)"),
     Variable("PADDLE_MOE_OPS_CORE_OBJECTS", "when building: a folder of core objects to link (default: none)"),
 )
