@@ -98,6 +98,19 @@ def test_a_run_says_on_what_it_ran(user_run):
     assert f"\n{H},{E},{K}, {T} tokens: {K} of {E} experts each, {T * K} rows of {H} bfloat16 (0.0 MB)\n" in text
 
 
+def test_the_picture_has_no_dot_of_paddle_where_nothing_was_compared(tmp_path):
+    from matplotlib.figure import Figure
+
+    from paddle_moe_ops.bench import picture
+
+    row = {"model": "small", "tokens": 8, "device": "cpu", "operation": "permute"}
+    row |= {"ours": {"median_us": 5.0}, "paddle": None}
+    picture.draw(tmp_path / "one.png", [row])
+    axes = Figure().subplots()
+    picture._draw(axes, "small", [row])
+    assert len(axes.get_lines()) == 1
+
+
 def test_the_picture_is_drawn(user_run):
     height, _, colours = colours_of(user_run[1] / "mine.png")
     assert height > 4 * 300

@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 
+from paddle_moe_ops.triton.launch.allocator import ALLOCATOR, scratch_memory
 from paddle_moe_ops.triton.launch.device import MAX_CACHED_CALLS
 from paddle_moe_ops.triton.ops.permute import permute
 from paddle_moe_ops.triton.ops.unpermute import unpermute
@@ -65,6 +68,22 @@ def test_a_call_of_the_same_sizes_is_repeated_with_its_own_arrays(doubling, rng)
         np.testing.assert_array_equal(doubling(x), 2 * x)
     assert doubling.calls == 1
     assert len(device.launches) == 3 * len(set(device.launches))
+
+
+def test_arrays_after_a_missing_one_count():
+    device = Recording()
+    small, large = (device.array(np.zeros(count, np.float32)) for count in (2, 3))
+    assert facts_of(device, None, small) != facts_of(device, None, large)
+
+
+@pytest.mark.skipif(ALLOCATOR is None, reason="a Triton without descriptors")
+def test_an_error_in_a_launch_restores_tritons_allocator():
+    before = ALLOCATOR.get()
+    with contextlib.suppress(ZeroDivisionError), scratch_memory(Recording()):
+        during = ALLOCATOR.get()
+        raise ZeroDivisionError
+    assert during is not before
+    assert ALLOCATOR.get() is before
 
 
 def test_results_of_earlier_calls_stay_as_they_are(doubling, rng):
