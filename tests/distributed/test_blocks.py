@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import numpy as np
 import pytest
 
 from paddle_moe_ops.expert_parallel.blocks import Box, Piece, blocks_of, cover, overlap, part_of, whole_box
+from paddle_moe_ops.expert_parallel.tensor_files import ENDING, open_tensors
 
 SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 5), (1, 4, 1, 3)]
 
@@ -82,3 +84,14 @@ def test_boxes_without_elements():
     assert cover(Box((0,), (3,)), []) == ([], False)
     assert cover(Box((), ()), [Box((), ())]) == ([(0, Box((), ()))], True)
     assert blocks_of([Piece(whole_box((0, 3)), (0, 0))], (0, 3)) == []
+
+
+def test_a_file_with_metadata_has_its_tensors(tmp_path):
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, values.nbytes]}
+    header = json.dumps({"__metadata__": {"format": "np"}, "w": entry}).encode()
+    path = tmp_path / f"0_0{ENDING}"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + values.tobytes())
+    (name, found), *others = open_tensors(path).items()
+    assert (name, others) == ("w", [])
+    np.testing.assert_array_equal(found, values)
