@@ -430,6 +430,12 @@ def test_calls_are_timed_in_turns_without_what_prepares_them(monkeypatch):
     assert "".join(name[0] for name in turns) == "sq" + "sq" + measure.ROUNDS * ("s" + 20 * "q")
 
 
+def test_sums_of_no_terms_are_right():
+    zeros = {"sums": paddle.zeros([3])}
+    call = calls.Call(calls.OURS, lambda _: zeros)
+    assert calls.Operation("sums", 0, call, [], lambda: (zeros, zeros)).problem(call) == ""
+
+
 def test_samples_go_on_for_as_long_as_was_asked_for(monkeypatch):
     clock = [0.0]
 

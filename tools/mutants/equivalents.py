@@ -9,6 +9,7 @@ import re
 # Path, kind, regular expression for the lines before the change, and the reason.
 EQUIVALENT = (
     (r"_build_check\.py", "method dropped", r"^PACKAGE = ", "the folder by another path"),
+    (r"bench/layer_calls\.py", "with dropped", r"^    with paddle\.no_grad\(\):$", "only memory"),
     (r"bench/measure\.py", "method dropped", r"paddle\.device\.synchronize", "needs a GPU"),
     (r"bench/picture\.py", "", r"margins\(|axes\.(text|set_|plot|legend|invert|spines)|figsize", "looks"),
     (r"bench/run\.py", "", r"^    return 4 \* model\.hidden|of_matrices|matrices, rows = 3", "an estimate"),
