@@ -8,10 +8,14 @@ import itertools
 import json
 
 import numpy as np
+import paddle
 import pytest
+from paddle import nn
 
+from paddle_moe_ops.expert_parallel import load_checkpoint, save_checkpoint
 from paddle_moe_ops.expert_parallel.blocks import Box, Piece, blocks_of, cover, overlap, part_of, whole_box
-from paddle_moe_ops.expert_parallel.tensor_files import ENDING, open_tensors
+from paddle_moe_ops.expert_parallel.tensor_files import DTYPES, ENDING, open_tensors
+from paddle_moe_ops.testing.equality import assert_bits_equal
 
 SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 5), (1, 4, 1, 3)]
 
@@ -84,6 +88,17 @@ def test_boxes_without_elements():
     assert cover(Box((0,), (3,)), []) == ([], False)
     assert cover(Box((), ()), [Box((), ())]) == ([(0, Box((), ()))], True)
     assert blocks_of([Piece(whole_box((0, 3)), (0, 0))], (0, 3)) == []
+
+
+def test_buffers_of_every_dtype_are_loaded_as_they_were(tmp_path):
+    saved, loaded = nn.Layer(), nn.Layer()
+    for name in DTYPES:
+        saved.register_buffer(f"of_{name}", paddle.to_tensor([[0, 1, 1], [1, 0, 1]]).astype(name))
+        loaded.register_buffer(f"of_{name}", paddle.zeros([2, 3], name))
+    save_checkpoint(tmp_path / "a", saved)
+    load_checkpoint(tmp_path / "a", loaded)
+    for name, value in saved.named_buffers():
+        assert_bits_equal(getattr(loaded, name), value, what=name)
 
 
 def test_a_file_with_metadata_has_its_tensors(tmp_path):

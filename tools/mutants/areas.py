@@ -318,7 +318,7 @@ AREAS = {
     ),
     "checkpoints": _ranks(
         ("blocks", "distributed_checkpoint", "group_sharded", "shards", "tensor_files"),
-        ("blocks", "distributed_checkpoints", "distributed_checkpoint_errors", "group_sharded"),
+        ("blocks", "distributed_checkpoints", "distributed_checkpoint_errors", "group_sharded", "fleet_grids"),
         runs_slow=True,
     ),
     "integrations": Area(
