@@ -18,7 +18,7 @@ FORMATS = {"fp8_1x128": "ours, float8", "fp8_1x128_wgrad": "ours, float8, wgrads
 TEXT = f"""Speed of both passes over bfloat16 in the same run, in CUDA graphs. *1*: one micro-batch, which quantises its
 matrices. *{MICRO_BATCHES}*: a step of {MICRO_BATCHES} micro-batches that quantises them once, as with
 `nn.keep_float8_matrices`. *even*: the least number of micro-batches in a step with which float8 is as fast. The column
-*bfloat16* is in microseconds."""
+*bfloat16* is in microseconds. Implementations alternate where the GPU has memory for all of them."""
 
 
 class Results(Protocol):

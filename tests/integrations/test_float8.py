@@ -134,5 +134,7 @@ def test_experts_that_are_changed_later_are_refused():
 def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match=r"^apply: compute must be None with a name, but got 'fp8_1x128'$"):
         pf.apply("qwen3_moe", compute=FLOAT8)
-    with pytest.raises(ValueError, match=r"^apply: compute must be one of None, 'fp8_1x128', but got 'fp8'$"):
+    with pytest.raises(
+        ValueError, match=r"^apply: compute must be one of None, 'fp8_1x128', 'fp8_1x128_wgrad', but got 'fp8'$"
+    ):
         pf.apply(block_of("qwen3_moe"), compute="fp8")

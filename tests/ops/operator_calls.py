@@ -79,6 +79,7 @@ EXPERTS = {
     "in_place": False,
     "workspace": 1 << 30,
     "by_slot": False,
+    "float8_wgrads": False,
 }
 # The same with matrices that are int8 codes.
 CODES = {

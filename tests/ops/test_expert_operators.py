@@ -267,7 +267,7 @@ def test_what_is_kept_of_rows_of_no_expert_is_zero(rng, place):
     operands = leaves["x"], leaves["gate_up"], leaves["down"], leaves["probs"]
     maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets, plan.slot_to_row
     with paddle.no_grad():
-        _, hidden = compiled.direct("moe_mlp", *operands, *maps, False, True, *[False] * 5, 1 << 30, False)
+        _, hidden = compiled.direct("moe_mlp", *operands, *maps, False, True, *[False] * 5, 1 << 30, False, False)
     unused = np.flatnonzero(layer.plan.row_to_token < 0)
     assert len(unused) > 1000
     assert not to_numpy(hidden)[unused].astype(np.float32).any()

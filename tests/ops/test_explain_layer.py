@@ -301,11 +301,15 @@ def test_a_float8_layer_on_kernels_says_its_chunks_and_kernels(hidden_in_float8)
     register_operators()
     x, down = paddle.zeros([1000, 1024], "bfloat16"), paddle.zeros([2, 1024, 1024], "bfloat16")
     spec = spec_of(2000, compute=FLOAT8, hidden_in_float8=hidden_in_float8)
+    with_wgrads = spec_of(2000, compute=FLOAT8, hidden_in_float8=hidden_in_float8, float8_wgrads=True)
     first, forward, backward = layers.explain_library(x, down, spec, (True,) * 4)
     assert first == NODE
     rest = "chunks of rows: 1; chunks of columns: 1; the GEMM of summed rows: float8"
     assert forward.endswith(rest)
     assert backward.endswith(rest)
+    wgrads = layers.explain_library(x, down, with_wgrads, (True,) * 4)
+    assert wgrads[1] == forward
+    assert float(wgrads[2].split()[2]) > float(backward.split()[2])  # codes of 17 row blocks in place of 2000 rows
     spec.quantized = ()
     kept = [float(line.split()[2]) for line in layers.explain_library(x, down, spec, (True,) * 4)[1:]]
     for line, without in zip((forward, backward), kept, strict=True):
@@ -315,7 +319,7 @@ def test_a_float8_layer_on_kernels_says_its_chunks_and_kernels(hidden_in_float8)
 NODE = "runs as: both passes of the compiled library, called by a node"
 
 
-def spec_of(num_rows, transpose=False, compute=None, hidden_in_float8=False):
+def spec_of(num_rows, transpose=False, compute=None, hidden_in_float8=False, float8_wgrads=False):
     return SimpleNamespace(
         transpose=transpose,
         plan=SimpleNamespace(num_rows=num_rows),
@@ -324,6 +328,7 @@ def spec_of(num_rows, transpose=False, compute=None, hidden_in_float8=False):
         compute=compute,
         quantized=None,
         hidden_in_float8=hidden_in_float8,
+        float8_wgrads=float8_wgrads,
         accumulates=False,
         deferral=None,
     )

@@ -175,8 +175,8 @@ def test_nan_of_a_token_stays_with_it(rng, place):
 
 
 BAD = {
-    "another word": ({"compute": "fp8"}, "one of None, 'fp8_1x128', but got 'fp8'"),
-    "a number": ({"compute": 8}, "one of None, 'fp8_1x128', but got 8"),
+    "another word": ({"compute": "fp8"}, "one of None, 'fp8_1x128', 'fp8_1x128_wgrad', but got 'fp8'"),
+    "a number": ({"compute": 8}, "one of None, 'fp8_1x128', 'fp8_1x128_wgrad', but got 8"),
 }
 
 
@@ -448,7 +448,9 @@ def test_layers_pass_the_option_on(rng, place):
 
 
 def test_bad_arguments_of_layers_are_named(rng):
-    with pytest.raises(ValueError, match=r"^SwiGLUExperts: compute must be one of None, 'fp8_1x128', but got 'fp8'$"):
+    with pytest.raises(
+        ValueError, match=r"^SwiGLUExperts: compute must be one of None, 'fp8_1x128', 'fp8_1x128_wgrad', but got 'fp8'$"
+    ):
         SwiGLUExperts(4, 8, 8, compute="fp8")
     experts = SwiGLUExperts(2, 8, 8, compute=FLOAT8)
     with pytest.raises(ValueError, match=r"^SwiGLUExperts: combine must be True with compute='fp8_1x128'"):

@@ -193,7 +193,9 @@ def test_what_is_given_of_rows_of_no_expert_is_zero(sizes, rng, place):
     operands, plan = operands_of(layer, place, leaves)
     maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets, plan.slot_to_row
     with paddle.no_grad():
-        _, hidden, _ = compiled.direct("moe_mlp_float8", *operands, *maps, False, True, *[False] * 5, 1 << 30, False)
+        _, hidden, _ = compiled.direct(
+            "moe_mlp_float8", *operands, *maps, False, True, *[False] * 5, 1 << 30, False, False
+        )
     unused = np.flatnonzero(layer.plan.row_to_token < 0)
     assert len(unused) > 1000
     assert not to_numpy(hidden)[unused].astype(np.float32).any()
@@ -208,7 +210,9 @@ def test_codes_and_scales_of_both_matrices_are_kept_with_the_first_product(keeps
     operands, plan = operands_of(layer, place, layer.leaves(place))
     maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets, plan.slot_to_row
     with paddle.no_grad():
-        made = compiled.direct("moe_mlp_float8", *operands, *maps, transpose, keeps, *[False] * 5, 1 << 30, False)
+        made = compiled.direct(
+            "moe_mlp_float8", *operands, *maps, transpose, keeps, *[False] * 5, 1 << 30, False, False
+        )
     kept = to_numpy(made[2]).tobytes()
     matrices = [layer.arrays[name] for name in ("gate_up", "down") if keeps]
     forms = [reference.quantize_128x128(each, amax_min=reference.FLOAT8_AMAX_MIN) for each in matrices]

@@ -99,13 +99,14 @@ def _list_of_counts(ids: paddle.Tensor) -> list[int]:
     return paddle.bincount(ids[ids >= 0], minlength=E).tolist()
 
 
-def _experts_as_one_operator(x, ids, probs, gate_up, down, float8=False):
+def _experts_as_one_operator(x, ids, probs, gate_up, down, **float8):
     plan = route(ids, probs, num_experts=E, padding_alignment=A)
-    options = {"transpose": False, "keeps_hidden": True, "float8": float8}
+    options = {"transpose": False, "keeps_hidden": True, **float8}
     return (compiled.moe_mlp(x, gate_up, down, plan.row_probs, plan, **options),)
 
 
 _float8_experts = partial(_experts_as_one_operator, float8=True)
+_float8_wgrads = partial(_float8_experts, float8_wgrads=True)
 
 
 # A list is part of a program, so these are no cases for any number of tokens. Nor is a layer, which on a CPU is several
@@ -120,7 +121,10 @@ LISTS = (
             token_inputs(dtype, gate_up=stacked(dtype, H, 2 * INNER), down=stacked(dtype, INNER, H)),
             ("x", "probs", "gate_up", "down"),
         )
-        for name, function in (("moe_mlp", _experts_as_one_operator), ("moe_mlp_float8", _float8_experts))
+        for name, function in (
+            *(("moe_mlp", _experts_as_one_operator), ("moe_mlp_float8", _float8_experts)),
+            ("moe_mlp_float8-wgrads", _float8_wgrads),
+        )
         for dtype in (np.float32, BFLOAT16)
     ),
 )

@@ -140,7 +140,7 @@ def test_a_program_knows_shapes_and_dtypes_of_all_results(operator, keeps, dtype
         weights = paddle.ones_like(plan.row_to_token, dtype="float32")
         operands = x.astype(gate_up.dtype), gate_up, down, weights
         return paddle._C_ops._run_custom_op(
-            f"pmo_{operator}", *operands, *maps, False, keeps, *[False] * 5, 1 << 30, False
+            f"pmo_{operator}", *operands, *maps, False, keeps, *[False] * 5, 1 << 30, False, False
         )
 
     register_operators()

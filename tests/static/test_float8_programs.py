@@ -252,7 +252,7 @@ NOT_IN_GRAPHS = "in a graph only SwiGLU without biases multiplies float8 operand
 BAD = {
     "biases": ({"down_bias": True}, f"None, since {NOT_IN_GRAPHS}, but got 'fp8_1x128'"),
     "an activation": ({"activation": "geglu"}, f"None, since {NOT_IN_GRAPHS}, but got 'fp8_1x128'"),
-    "another word": ({"compute": "fp8"}, "one of None, 'fp8_1x128', but got 'fp8'"),
+    "another word": ({"compute": "fp8"}, "one of None, 'fp8_1x128', 'fp8_1x128_wgrad', but got 'fp8'"),
 }
 
 
