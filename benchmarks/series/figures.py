@@ -177,6 +177,7 @@ _READERS: dict[str, Callable[[_Lines], Iterator[Figure]]] = {
     "grouped-gemm": _grouped_gemm,
     "public-calls": _public_calls,
     "serving": _serving,
+    "serving-peers": _serving,
     "served-model": _served_models,
     "training-speed": _trainings,
     "loss-curves": lambda lines: iter(()),  # no speeds

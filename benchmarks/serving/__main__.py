@@ -186,6 +186,7 @@ def line_of(
         return layer.forward()[0]
 
     found: list[tuple[str, Callable[[], None]]] = []
+    alive = []  # graphs read tensors of the calls that they were captured from
     ways: dict[str, Callable[[], Callable[[], Any]]] = {
         "ours": lambda: whole,
         "ours, maps given": lambda: lambda: layer.forward()[0],
@@ -194,6 +195,7 @@ def line_of(
     for name, make in ways.items():
         try:
             call = make()
+            alive.append(call)
             error = ((call()[:1].float() - due).norm() / due.norm()).item()
             if error < KINDS[kind].error:
                 found.append((name, captured(call)))

@@ -131,10 +131,9 @@ def page(paths: list[Path], of_models: Sequence[Path] = ()) -> str:
         _refuse_wrong(path, lines)
         versions = machine.get("peers") or ({"SGLang": machine["sglang"]} if "sglang" in machine else {})
         peer = "".join(f", {name} {version}" for name, version in versions.items())
-        text += (
-            f"## {machine['gpu']}\n\nCommit {machine['commit']}, {machine['date']}, PyTorch {machine['torch']}{peer}; "
-        )
-        text += f"fastest read {machine['read_tbs']:.2f} TB/s.\n\n{_table(lines)}\n"
+        beside = f", beside {', '.join(machine['peers'])}" if "peers" in machine else ""
+        text += f"## {machine['gpu']}{beside}\n\nCommit {machine['commit']}, {machine['date']}, "
+        text += f"PyTorch {machine['torch']}{peer}; fastest read {machine['read_tbs']:.2f} TB/s.\n\n{_table(lines)}\n"
     sizes = (f"{name} {hidden}, {inner}, {experts}, {topk}" for name, (hidden, inner, experts, topk) in MODELS.items())
     text += f"Hidden size, inner size, experts and experts of a token: {'; '.join(sizes)}.\n"
     return text + (f"\n{MODEL_INTRODUCTION}{''.join(map(_of_model, of_models))}" if of_models else "")
@@ -143,7 +142,7 @@ def page(paths: list[Path], of_models: Sequence[Path] = ()) -> str:
 def main(target: Path = PAGE) -> int:
     """Write the page."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    layers, models = (sorted(RESULTS.glob(f"*-{kind}.jsonl")) for kind in ("serving", "served-model"))
+    layers, models = (sorted(RESULTS.glob(f"*-{kind}.jsonl")) for kind in ("serving*", "served-model"))
     target.write_text(page(layers, models), encoding="utf-8")
     return 0
 
