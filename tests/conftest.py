@@ -13,7 +13,7 @@ import importlib
 import os
 import sys
 import zlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what has no meaning on the device under test; the marks in pyproject.toml say what that is."""
     device, core_device = config.getoption("--device"), config.getoption("--core-device")
     if device == core_device == "cpu":
-        thin_products(items)
+        mark_slow_cases(items)
     out = {"cuda_only"} if core_device == "cpu" else {"cpu_only"}
     out.add("gpu_only" if device == "cpu" else "cpu_only")
     if device.startswith("cuda_rig"):
@@ -88,27 +88,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = sorted(left, key=lambda item: item.get_closest_marker("long") is None)
 
 
-def thin_products(items: list[pytest.Item]) -> None:
-    """Mark cases slow that add nothing to the others: a product of several ``parametrize`` keeps all values or pairs.
+def mark_slow_cases(items: list[pytest.Item]) -> None:
+    """Mark cases slow that `make test` leaves out, of a function that has the mark ``sampled`` or a product of cases.
 
-    A list of cases, which one ``parametrize`` has, stays as it is.
+    ``sampled(n, first)`` keeps every n-th case. A product of several ``parametrize`` keeps all values of two of them,
+    or all pairs of more. A list of cases, which one ``parametrize`` has, stays as it is.
     """
-    products: dict[str, list[tuple[pytest.Item, tuple[Hashable, ...]]]] = {}
+    functions: dict[str, list[pytest.Item]] = {}
     for item in items:
-        axes = [_names(mark.args[0]) for mark in item.iter_markers("parametrize")]
-        if len(axes) > 1 and item.get_closest_marker("slow") is None:
-            parameters = item.callspec.params
-            case = tuple(tuple(_hashable(parameters[name]) for name in axis if name in parameters) for axis in axes)
-            products.setdefault(item.nodeid.partition("[")[0], []).append((item, case))
-    for product in products.values():
-        kept = thinned([case for _, case in product])
-        for place, (item, _) in enumerate(product):
+        if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in functions.values():
+        axes = [_names(mark.args[0]) for mark in cases[0].iter_markers("parametrize")]
+        kept: Collection[int] = range(len(cases))
+        if (mark := cases[0].get_closest_marker("sampled")) is not None:
+            kept = kept[sum(mark.args[1:]) :: mark.args[0]]
+        elif len(axes) > 1:
+            kept = thinned([_values(case.callspec.params, axes) for case in cases])
+        for place, case in enumerate(cases):
             if place not in kept:
-                item.add_marker(pytest.mark.slow)
+                case.add_marker(pytest.mark.slow)
 
 
 def _names(argnames: str | Sequence[str]) -> list[str]:
     return [name.strip() for name in argnames.split(",")] if isinstance(argnames, str) else list(argnames)
+
+
+def _values(parameters: Mapping[str, object], axes: list[list[str]]) -> tuple[Hashable, ...]:
+    return tuple(tuple(_hashable(parameters[name]) for name in axis if name in parameters) for axis in axes)
 
 
 def _hashable(value: object) -> Hashable:

@@ -116,6 +116,7 @@ def test_any_routing_and_sizes(sizes, shape, buffer_size, name, rng, place):
         assert_close(layer.run(place), layer.due(), np.float32)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.cpu_only
 @pairwise({"transpose": LAYOUTS, "keep": ["h", "x"], "form": ["by slot", "none"]}, others_are_slow=True)
 def test_interpreted_kernels_with_gradients(interpreted, transpose, keep, form, rng):
@@ -141,6 +142,7 @@ def test_weights_by_slot_take_one_more_launch_forward_and_none_backward(interpre
     assert interpreted.launches.count("schedule_kernel") == 1
 
 
+@pytest.mark.sampled(2, 1)
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("wanted", ["x", "gate_up", "down", "probs"])
 def test_one_gradient_alone_by_interpreted_kernels(interpreted, wanted, rng):
@@ -156,6 +158,7 @@ def test_one_gradient_alone_by_interpreted_kernels(interpreted, wanted, rng):
     assert ("row_sums_kernel" in interpreted.launches[before:]) == (wanted == "probs")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("form", FORMS)
 def test_a_second_call_repeats_the_launches_of_the_first_with_its_own_tensors(interpreted, form, rng, monkeypatch):

@@ -75,6 +75,7 @@ def predict(predictor: inference.Predictor, inputs: Inputs) -> list[NDArray]:
 
 
 # Every second case: test_static_graph.py runs all as programs.
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",
     [
