@@ -36,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--backend", help="the backend that all of tests/ops runs on (default: as each test says)")
     parser.addoption("--core-device", default="cpu", choices=["cpu", "cuda"], help="whose entry points tests/core call")
     parser.addoption("--gpus", type=int, default=1, help="GPUs of the machine, of which tests may use two")
+    parser.addoption("--every-case", action="store_true", help="leave no case of a product or a sample to slow tests")
     parser.addoption("--fuzz-cases", type=int, default=500, help="cases of each fuzz test (tests/fuzzing.py)")
     parser.addoption("--fuzz-first", type=int, default=0, help="number of the first case of each fuzz test")
     parser.addoption("--fuzz-seed", type=int, default=1, help="seed of all cases of fuzz tests")
@@ -68,7 +69,7 @@ def import_part(arguments: list[str], number: int, workers: int) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what has no meaning on the device under test; the marks in pyproject.toml say what that is."""
     device, core_device = config.getoption("--device"), config.getoption("--core-device")
-    if device == core_device == "cpu":
+    if device == core_device == "cpu" and not config.getoption("--every-case"):
         mark_slow_cases(items)
     out = {"cuda_only"} if core_device == "cpu" else {"cpu_only"}
     out.add("gpu_only" if device == "cpu" else "cpu_only")
