@@ -17,7 +17,7 @@ from paddle.jit.sot.opcode_translator.executor.executor_cache import OpcodeExecu
 
 from paddle_moe_ops import moe_permute, route
 from paddle_moe_ops.nn import SwiGLU
-from tests.packaging.subprocesses import run_python
+from tests.packaging.subprocesses import run_forked
 from tests.static.cases import CASES, FLOAT8_E5M2, layer
 from tests.static.forms import FORMS
 from tests.static.inputs import BUFFER, A, E, token_inputs
@@ -196,5 +196,5 @@ print(paddle.jit.to_static(function, full_graph=False)(ids).tolist())
 
 
 def test_first_call_of_a_process_may_be_where_tracing_by_bytecode_breaks_off():
-    done = run_python(FIRST_CALL)
+    done = run_forked(FIRST_CALL)
     assert done.stdout == "[0, 0, 1, 1]\n", done.stderr
