@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.pairwise import thinned
+from tests.pairwise import sampled, thinned
 
 TESTS = Path(__file__).resolve().parent
 
@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def mark_slow_cases(items: list[pytest.Item]) -> None:
     """Mark cases slow that `make test` leaves out, of a function that has the mark ``sampled`` or a product of cases.
 
-    ``sampled(n, first)`` keeps every n-th case. A product of several ``parametrize`` keeps all values of two of them,
+    ``sampled(n, first)`` keeps one in n cases. A product of several ``parametrize`` keeps all values of two of them,
     or all pairs of more. A list of cases, which one ``parametrize`` has, stays as it is.
     """
     functions: dict[str, list[pytest.Item]] = {}
@@ -103,7 +103,7 @@ def mark_slow_cases(items: list[pytest.Item]) -> None:
         axes = [_names(mark.args[0]) for mark in cases[0].iter_markers("parametrize")]
         kept: Collection[int] = range(len(cases))
         if (mark := cases[0].get_closest_marker("sampled")) is not None:
-            kept = kept[sum(mark.args[1:]) :: mark.args[0]]
+            kept = sampled([tuple(map(_hashable, case.callspec.params.values())) for case in cases], *mark.args)
         elif len(axes) > 1:
             kept = thinned([_values(case.callspec.params, axes) for case in cases])
         for place, case in enumerate(cases):

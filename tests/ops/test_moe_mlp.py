@@ -116,7 +116,6 @@ def test_any_routing_and_sizes(sizes, shape, buffer_size, name, rng, place):
         assert_close(layer.run(place), layer.due(), np.float32)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.cpu_only
 @pairwise({"transpose": LAYOUTS, "keep": ["h", "x"], "form": ["by slot", "none"]}, others_are_slow=True)
 def test_interpreted_kernels_with_gradients(interpreted, transpose, keep, form, rng):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import mark_slow_cases
-from tests.pairwise import covering, in_turn, pairwise, pairwise_of, thinned
+from tests.pairwise import covering, in_turn, pairwise, pairwise_of, sampled, thinned
 
 
 def pairs_of(cases):
@@ -145,6 +145,18 @@ def test_slow_cases_cover_nothing_and_a_list_of_cases_stays():
     for cases in (items, listed):
         mark_slow_cases(cases)
         assert not any(item.slow for item in cases)
+
+
+def test_a_sample_of_a_list_has_every_nth_case():
+    assert sampled([(each,) for each in "abcdefg"], 3) == {0, 3, 6}
+    assert sampled([(each,) for each in "abcdefg"], 3, 1) == {1, 4}
+
+
+def test_a_sample_of_a_product_has_all_values():
+    cases = list(itertools.product(range(6), "ab", (False, True)))
+    kept = [cases[place] for place in sampled(cases, 2)]
+    assert len(kept) == len(cases) / 2
+    assert pairs_of(kept) == pairs_of(cases)
 
 
 def test_of_sampled_cases_every_nth_stays():

@@ -76,6 +76,7 @@ def turn_around(tensor):
     tensor[:] = tensor.flip(0)
 
 
+@pytest.mark.sampled(2)
 @pairwise(
     {
         "operation": [*OPERATIONS, FLOAT8_EXPERTS],

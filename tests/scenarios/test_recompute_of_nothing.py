@@ -156,7 +156,7 @@ def test_layers_of_experts(layer, plan, use_reentrant, place, backend):
     check_layer(layer, plan, use_reentrant)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @BY_HOOKS
 @pytest.mark.parametrize(("layer", "plan"), SOME_PAIRS)
 @pytest.mark.cpu_only

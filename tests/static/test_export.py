@@ -74,7 +74,7 @@ def predict(predictor: inference.Predictor, inputs: Inputs) -> list[NDArray]:
     return [predictor.get_output_handle(name).copy_to_cpu() for name in predictor.get_output_names()]
 
 
-# Every second case: test_static_graph.py runs all as programs.
+# Every second case: test_static_graph.py and test_to_static.py run all as programs.
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",

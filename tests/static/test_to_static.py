@@ -93,7 +93,7 @@ def test_each_input_may_stop_or_want_its_gradient(full_graph, rng, place):
         assert_same_run(run, expected)
 
 
-@pytest.mark.sampled(2, 1)
+@pytest.mark.sampled(2, 1)  # test_static_graph.py has the others
 @pytest.mark.parametrize("case", [*CASES, *FORMS], ids=str)
 def test_one_program_serves_any_number_of_tokens(case, rng, place):
     traced = paddle.jit.to_static(case.function, input_spec=input_specs(case), full_graph=True)
