@@ -9,6 +9,7 @@ CLANG_FORMAT ?= $(VENV)/bin/clang-format
 # Used where the environment has no Paddle yet; an installed one, CPU or GPU, is kept.
 PADDLE ?= paddlepaddle==3.3.1
 DEMO_ARGS ?=
+CASES ?=
 INSTALL_ARGS ?=
 PYTEST_ARGS ?=
 SERIES_ARGS ?=
@@ -27,7 +28,8 @@ CORE_SOURCES := $(wildcard $(CSRC)/common/*.cc $(CSRC)/cpu/*.cc $(CSRC)/layer/*.
 # -ffp-contract=off: sums are the same bits on every compiler.
 CORE_FLAGS := -std=c++17 -fPIC -pthread -fvisibility=hidden -ffp-contract=off -Wall -Wextra -Werror -I$(CSRC)/include -I$(CSRC)
 RELEASE_FLAGS := $(CORE_FLAGS) -O3 -fno-math-errno
-SANITIZE_FLAGS := $(CORE_FLAGS) -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
+SANITIZERS ?= address,undefined
+SANITIZE_FLAGS := $(CORE_FLAGS) -O1 -g1 -fno-omit-frame-pointer -fsanitize=$(SANITIZERS) -fno-sanitize-recover=all
 # Row kernels that the tests at hand do not call, such as generic avx2: they compile three times as long with sanitizers.
 UNSANITIZED ?=
 # -w: with these flags GCC 12 warns of its own headers; make core judges the sources.
@@ -66,7 +68,7 @@ demo: $(VENV)/stamp-built ## train a small MoE language model and show that it i
 # would begin with those of many tests. A worker that dies, or a test of half an hour, ends the run: with a new worker in the old
 # one's place, those that have no work left may wait for more forever (pytest-xdist 3.8).
 WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0 \
-  -o faulthandler_timeout=1800 -o faulthandler_exit_on_timeout=true
+  -o faulthandler_timeout=1800 -o faulthandler_exit_on_timeout=true -p no:logging
 
 # The device of tests/distributed, which they would compile otherwise.
 build/stub_device/stamp: $(VENV)/stamp-deps $(shell find tests/distributed/stub_device tools/gpu_rig -name '*.h' -o -name '*.cc')
@@ -122,7 +124,7 @@ drawings: ## docs/drawings from tools/drawings.py; needs no environment
 
 test-isa: $(VENV)/stamp-built core ## the core and the operators on the AVX2 and on the generic row kernels
 	for isa in avx2 generic; do \
-	  PADDLE_MOE_OPS_MAX_CPU_ISA=$$isa $(PY) -m pytest tests/core tests/ops $(WORKERS) $(PYTEST_ARGS) || exit 1; \
+	  PADDLE_MOE_OPS_MAX_CPU_ISA=$$isa $(PY) -m pytest tests/core tests/ops $(WORKERS) $(CASES) $(PYTEST_ARGS) || exit 1; \
 	done
 
 fresh-environments: ## install as the README says, in new environments of PYTHONS and PADDLES; docs/compatibility.md says how it went
@@ -152,7 +154,7 @@ core: build/core/libpmo_core.so ## build/core/libpmo_core.so, every warning an e
 sanitize: $(VENV)/stamp-deps build/sanitize/libpmo_core.so ## core tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PMO_CORE_LIBRARY=$(CURDIR)/build/sanitize/libpmo_core.so \
-	$(PY) -m pytest $(CORE_TESTS) -m "not slow and not own_program" --capture=sys -p no:cacheprovider $(WORKERS) $(PYTEST_ARGS)
+	$(PY) -m pytest $(CORE_TESTS) -m "not slow and not own_program" --capture=sys -p no:cacheprovider $(WORKERS) $(CASES) $(PYTEST_ARGS)
 
 # A copy of the tree in build/asan keeps this library apart from the one of make test. AddressSanitizer intercepts dlopen, so
 # LD_LIBRARY_PATH replaces the RUNPATH of Paddle's libraries; it intercepts exceptions only if libstdc++ is preloaded too.
@@ -295,6 +297,7 @@ release-dry-run: wheel ## the files of a release in build/release, as release.ym
 	mkdir -p build && $(PY) setup.py -q egg_info --egg-base build sdist
 	$(PYTHON) tools/release.py --dry-run dist/*
 
+ci-full: CASES := --every-case  # make test and make test-slow share them
 ci-full: lint core check-aarch64 check-place check-cuda-build sanitize fuzz test test-slow test-integrations test-isa fresh-environments ## all checks, the slow ones too
 
 clean: ## delete what was built, not the environment

@@ -203,13 +203,14 @@ def strict_compiler(base: type) -> type:
                 write_if_changed(BINDING_HEADER, '#include "paddle/binding.h"\n')
                 header = str(BINDING_HEADER)
                 self._compile_if_changed(f"{header}.gch", header, ext, [*cc_args, "-x", "c++-header"], flags, pp_opts)
-            self._compile_if_changed(obj, src, ext, cc_args, [*flags, "-include", header], pp_opts)
+            flags = [*flags, "-include", header]
+            self._compile_if_changed(obj, src, ext, cc_args, flags, pp_opts, Path(f"{header}.gch"))
 
-        def _compile_if_changed(self, obj, src, ext, cc_args, extra_postargs, pp_opts):
+        def _compile_if_changed(self, obj, src, ext, cc_args, extra_postargs, pp_opts, *further: Path):
             depend = Path(obj).with_suffix(".d")
             stamp = Path(obj).with_suffix(".command")
             command = repr((self.compiler_so, src, cc_args, extra_postargs, pp_opts))
-            if up_to_date(Path(obj), depend, stamp, command):
+            if up_to_date(Path(obj), depend, stamp, command, *further):
                 return
             stamp.unlink(missing_ok=True)
             Path(obj).unlink(missing_ok=True)
@@ -245,13 +246,13 @@ def write_if_changed(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def up_to_date(obj: Path, depend: Path, stamp: Path, command: str) -> bool:
-    """Return whether ``obj`` was compiled by ``command`` from the current files listed in ``depend``."""
+def up_to_date(obj: Path, depend: Path, stamp: Path, command: str, *further: Path) -> bool:
+    """Return whether ``obj`` was compiled by ``command`` from the current ``further`` files and those in ``depend``."""
     if not (obj.exists() and depend.exists() and stamp.exists()) or stamp.read_text(encoding="utf-8") != command:
         return False
     _, _, listed = depend.read_text(encoding="utf-8").partition(": ")
     made = obj.stat().st_mtime_ns
-    paths = [Path(name) for name in shlex.split(listed.replace("\\\n", " "))]
+    paths = [*further, *(Path(name) for name in shlex.split(listed.replace("\\\n", " ")))]
     return all(path.exists() and path.stat().st_mtime_ns <= made for path in paths)
 
 

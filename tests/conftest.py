@@ -13,14 +13,14 @@ import importlib
 import os
 import sys
 import zlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.pairwise import thinned
+from tests.pairwise import sampled, thinned
 
 TESTS = Path(__file__).resolve().parent
 
@@ -36,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--backend", help="the backend that all of tests/ops runs on (default: as each test says)")
     parser.addoption("--core-device", default="cpu", choices=["cpu", "cuda"], help="whose entry points tests/core call")
     parser.addoption("--gpus", type=int, default=1, help="GPUs of the machine, of which tests may use two")
+    parser.addoption("--every-case", action="store_true", help="leave no case of a product or a sample to slow tests")
     parser.addoption("--fuzz-cases", type=int, default=500, help="cases of each fuzz test (tests/fuzzing.py)")
     parser.addoption("--fuzz-first", type=int, default=0, help="number of the first case of each fuzz test")
     parser.addoption("--fuzz-seed", type=int, default=1, help="seed of all cases of fuzz tests")
@@ -68,8 +69,8 @@ def import_part(arguments: list[str], number: int, workers: int) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what has no meaning on the device under test; the marks in pyproject.toml say what that is."""
     device, core_device = config.getoption("--device"), config.getoption("--core-device")
-    if device == core_device == "cpu":
-        thin_products(items)
+    if device == core_device == "cpu" and not config.getoption("--every-case"):
+        mark_slow_cases(items)
     out = {"cuda_only"} if core_device == "cpu" else {"cpu_only"}
     out.add("gpu_only" if device == "cpu" else "cpu_only")
     if device.startswith("cuda_rig"):
@@ -88,27 +89,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = sorted(left, key=lambda item: item.get_closest_marker("long") is None)
 
 
-def thin_products(items: list[pytest.Item]) -> None:
-    """Mark cases slow that add nothing to the others: a product of several ``parametrize`` keeps all values or pairs.
+def mark_slow_cases(items: list[pytest.Item]) -> None:
+    """Mark cases slow that `make test` leaves out, of a function that has the mark ``sampled`` or a product of cases.
 
-    A list of cases, which one ``parametrize`` has, stays as it is.
+    ``sampled(n, first)`` keeps one in n cases. A product of several ``parametrize`` keeps all values of two of them,
+    or all pairs of more. A list of cases, which one ``parametrize`` has, stays as it is.
     """
-    products: dict[str, list[tuple[pytest.Item, tuple[Hashable, ...]]]] = {}
+    functions: dict[str, list[pytest.Item]] = {}
     for item in items:
-        axes = [_names(mark.args[0]) for mark in item.iter_markers("parametrize")]
-        if len(axes) > 1 and item.get_closest_marker("slow") is None:
-            parameters = item.callspec.params
-            case = tuple(tuple(_hashable(parameters[name]) for name in axis if name in parameters) for axis in axes)
-            products.setdefault(item.nodeid.partition("[")[0], []).append((item, case))
-    for product in products.values():
-        kept = thinned([case for _, case in product])
-        for place, (item, _) in enumerate(product):
+        if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in functions.values():
+        axes = [_names(mark.args[0]) for mark in cases[0].iter_markers("parametrize")]
+        kept: Collection[int] = range(len(cases))
+        if (mark := cases[0].get_closest_marker("sampled")) is not None:
+            kept = sampled([tuple(map(_hashable, case.callspec.params.values())) for case in cases], *mark.args)
+        elif len(axes) > 1:
+            kept = thinned([_values(case.callspec.params, axes) for case in cases])
+        for place, case in enumerate(cases):
             if place not in kept:
-                item.add_marker(pytest.mark.slow)
+                case.add_marker(pytest.mark.slow)
 
 
 def _names(argnames: str | Sequence[str]) -> list[str]:
     return [name.strip() for name in argnames.split(",")] if isinstance(argnames, str) else list(argnames)
+
+
+def _values(parameters: Mapping[str, object], axes: list[list[str]]) -> tuple[Hashable, ...]:
+    return tuple(tuple(_hashable(parameters[name]) for name in axis if name in parameters) for axis in axes)
 
 
 def _hashable(value: object) -> Hashable:

@@ -86,26 +86,35 @@ def covering(
     A case with (axis, index) pairs of ``empty`` covers only the pairs that contain one of them. The algorithm is
     greedy: it chooses the first of the cases that cover the most new pairs. Cases are returned in the product's order.
     """
-    numbers: dict[Any, int] = {}  # of pairs; a set of pairs is an integer with their bits
-    left = {
-        case: sum(1 << numbers.setdefault(pair, len(numbers)) for pair in _pairs(case, empty))
-        for case in itertools.product(*map(range, sizes))
-    }
-    return sorted(_greedy(left))
+    return sorted(_greedy(_bits({case: _pairs(case, empty) for case in itertools.product(*map(range, sizes))})))
 
 
 def thinned(cases: Sequence[tuple[Hashable, ...]]) -> set[int]:
     """Return the places of cases that cover the others: all values of two axes, or all pairs of values of more axes."""
     together = 1 if len(cases[0]) < 3 else 2
-    numbers: dict[Any, int] = {}
-    sets = {
-        place: sum(
-            1 << numbers.setdefault(values, len(numbers))
-            for values in itertools.combinations(enumerate(case), together)
-        )
-        for place, case in enumerate(cases)
+    return set(_greedy(_bits({place: _groups(case, together) for place, case in enumerate(cases)})))
+
+
+def sampled(cases: Sequence[tuple[Hashable, ...]], every: int, first: int = 0) -> set[int]:
+    """Return the places of one in ``every`` cases: with new values, else with new pairs, else from ``first`` on."""
+    places = sorted(range(len(cases)), key=lambda place: ((place - first) % every, place))
+    weight = range(len(cases[0]) ** 2)  # a value counts more than all pairs
+    elements = {
+        place: _groups(cases[place], 2) + list(itertools.product(_groups(cases[place], 1), weight)) for place in places
     }
-    return set(_greedy(sets))
+    return set(_greedy(_bits(elements))[: len(range(first, len(cases), every))])
+
+
+def _groups(case: tuple[Hashable, ...], together: int) -> list[Hashable]:
+    return list(itertools.combinations(enumerate(case), together))
+
+
+def _bits(elements: Mapping[Case, Collection[Hashable]]) -> dict[Case, int]:
+    """Return sets as integers with their bits."""
+    numbers: dict[Hashable, int] = {}
+    return {
+        case: sum(1 << numbers.setdefault(each, len(numbers)) for each in found) for case, found in elements.items()
+    }
 
 
 def _greedy(left: dict[Case, int]) -> list[Case]:

@@ -47,6 +47,7 @@ def serial_bits(core: Core) -> dict[str, list[bytes]]:
     return {name: workload.bits(run(core, 1)) for name, run in workload.OPERATORS.items()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("runs", RUNS)
 @pytest.mark.parametrize("num_threads", [2, 5, 16])
 @pytest.mark.parametrize("operator", workload.OPERATORS)

@@ -78,6 +78,7 @@ def in_another_order(options: dict[str, Any]) -> dict[str, Any]:
     return {**found, "numbers": [number(first), number(second)], "goes on": goes_on}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.cpu_only  # on a GPU: test_a_device_makes_calls_in_another_order_nan_and_the_next_dispatch_raises
 @pytest.mark.parametrize(
     ("size", "options"),
@@ -244,6 +245,7 @@ MODES_IN_CI = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.cpu_only
 @pytest.mark.parametrize(
     ("modes", "kind", "runs", "options"),

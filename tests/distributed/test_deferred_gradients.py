@@ -47,6 +47,7 @@ def gradients(tokens: tuple[int, ...], defer_dw: bool, options: dict[str, Any]) 
     return [each.grad.numpy() for each in net.parameters()]
 
 
+@pytest.mark.sampled(2)
 @in_turn({"options": FORMS, "tokens": {name: tokens for tokens, name in BATCHES.items()}})
 def test_gradients_have_the_bits_of_whole_backward_passes(tokens, options):
     due, made = (run(gradients, 2, tokens=tokens, defer_dw=each, options=options) for each in (False, True))

@@ -406,6 +406,7 @@ MANY = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tokens", MANY)
 @pytest.mark.parametrize("through_peers", [False, True], ids=["exchanged", "peers"])
 @pytest.mark.parametrize("combine", ["exact", "reduced"])

@@ -203,6 +203,7 @@ def saved(tmp_path_factory):
     return of
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_two_ranks_go_on_bit_for_bit(optimizer, saved):
     path, _, losses, end = saved(optimizer)
@@ -211,6 +212,7 @@ def test_two_ranks_go_on_bit_for_bit(optimizer, saved):
         assert_same(found, end)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", ["AdamW", "NAdam", "Momentum"])
 def test_one_process_goes_on_where_two_ranks_were(optimizer, saved):
     path, _, losses, end = saved(optimizer)

@@ -299,6 +299,7 @@ def compare(found: dict[str, Any], expected: dict[str, Any], way: Way, what: str
         assert error <= BFLOAT16_ERROR * np.linalg.norm(wanted), f"{name} of {what}"
 
 
+@pytest.mark.sampled(2)
 @EVERY_WAY_IN_TURN
 def test_two_forward_passes_come_before_backward_passes_in_each_order(way, turn):
     orders = {
@@ -314,6 +315,7 @@ def frozen(*parts: str) -> tuple[tuple[str, ...], ...]:
     return (parts, parts)
 
 
+@pytest.mark.sampled(2)
 @EVERY_WAY_IN_TURN
 def test_a_frozen_part_has_no_gradient_and_the_others_have_theirs(way, turn):
     programs = {
@@ -333,6 +335,7 @@ def test_a_frozen_part_has_no_gradient_and_the_others_have_theirs(way, turn):
 TRAINS = ("trains", "trains")
 
 
+@pytest.mark.sampled(2, 1)
 @EVERY_WAY_IN_TURN
 def test_modes_of_one_rank_leave_values_and_later_backward_passes_right(way, turn):
     programs = {
@@ -347,12 +350,14 @@ def test_modes_of_one_rank_leave_values_and_later_backward_passes_right(way, tur
     check(way, programs, turn)
 
 
+@pytest.mark.sampled(2, 1)
 @some_ways(0)
 def test_views_of_buffers_are_read_anew_and_stay_what_they_are(way):
     same = ((9, 5), (9, 5))  # so that the second view has the address and shape of the first
     check(way, {form: Program((0, (0,), 1, (1,)), same, form=form) for form in FORMS})
 
 
+@pytest.mark.sampled(2)
 @EVERY_WAY_IN_TURN
 def test_recomputed_passes_have_the_gradients_of_passes_that_are_not(way, turn):
     programs = {}
@@ -363,6 +368,7 @@ def test_recomputed_passes_have_the_gradients_of_passes_that_are_not(way, turn):
     check(way, programs, turn)
 
 
+@pytest.mark.sampled(2, 1)
 @EVERY_WAY_IN_TURN
 def test_a_rank_may_have_no_tokens_in_a_pass(way, turn):
     programs = {
@@ -378,6 +384,7 @@ def test_a_rank_may_have_no_tokens_in_a_pass(way, turn):
     check(way, programs, turn)
 
 
+@pytest.mark.sampled(2)
 @some_ways(1)
 def test_gradients_of_micro_batches_of_other_sizes_add_up(way):
     check(way, {"micro-batches": Program((0, (0,), 1, (1,), 2, (2,)), tokens=((9, 5), (1, 11), (4, 4)))})
@@ -448,6 +455,7 @@ def in_halves(way: Way, whole: dict[str, NDArray]) -> dict[tuple[str, bool], dic
     return found
 
 
+@pytest.mark.sampled(2, 1)
 @some_ways(0)
 def test_dispatches_before_the_combines_of_others_change_no_result(way):
     for found in run(in_halves, RANKS, way.backend, way=way, whole=whole_layer()):
@@ -460,6 +468,7 @@ def test_dispatches_before_the_combines_of_others_change_no_result(way):
 ANEW = {form: Program(form=form) for form in FORMS}
 
 
+@pytest.mark.sampled(2, 1)
 @some_ways(1)
 def test_tokens_that_only_experts_need_may_be_written_anew_before_the_backward_pass(way):
     check(way, {form: each._replace(frozen=frozen("x", "router")) for form, each in ANEW.items()})
@@ -469,6 +478,7 @@ def refused(way: Way, whole: dict[str, NDArray]) -> list[str]:
     return [caught(lambda each=each: of_rank(way, whole, {"": each})) for each in ANEW.values()]
 
 
+@pytest.mark.sampled(2)
 @some_ways(0)
 def test_tokens_that_the_router_needs_are_refused_where_they_were_written_anew(way):
     if way.options.get("transport") == "deepep":  # whose router keeps tokens in float32

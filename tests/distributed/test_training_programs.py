@@ -310,6 +310,7 @@ def assert_like_one_process(ranks: Any, name: str, kind: str) -> None:
     assert any(np.abs(expected[key] - start[key]).max() > 0.01 for key in start if "experts" in key)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "kind"), IN_CI)
 def test_programs_train_as_in_one_process(ranks, name, kind):
     assert_like_one_process(ranks, name, kind)

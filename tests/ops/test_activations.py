@@ -196,6 +196,7 @@ def test_gradients_through_a_router_are_those_of_a_dense_formulation(rng, place)
         np.testing.assert_allclose(made, due, rtol=0, atol=1e-5 * np.abs(due).max())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.cpu_only
 @BY_ACTIVATION
 def test_a_static_graph_trains_them(activation, rng, place):

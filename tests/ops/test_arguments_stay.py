@@ -193,15 +193,18 @@ WAYS = [
     ("triton", columns),
     ("triton", transposed),
 ]
-# In CI named backends run one layout of the functions that others rename or put together. Interpreted kernels take
-# long, so they run every second of these.
+# In CI each call has one layout, in turn. Named backends run one layout of every second function that others rename or
+# put together. Interpreted kernels take long, so they run every fourth of these.
 FRONTS = ("compat.", "expert_parallel", "nn.", "paddle.")
 OF_BACKENDS = [name for name in map(str, EVERY_CALL) if not name.startswith(FRONTS)]
+CHOSEN = {"compiled": OF_BACKENDS[::2], "reference": OF_BACKENDS[1::2], "triton": OF_BACKENDS[::4]}
 
 
-def marks_of(call: Any, on: str, layout: Any) -> list[pytest.MarkDecorator]:
-    chosen = OF_BACKENDS[::2] if on == "triton" else OF_BACKENDS
-    is_slow = on != "automatic" and (layout is transposed or str(call) not in chosen)
+def marks_of(number: int, call: Any, on: str, layout: Any) -> list[pytest.MarkDecorator]:
+    if on == "automatic":
+        is_slow = layout is not LAYOUTS[number % len(LAYOUTS)]
+    else:
+        is_slow = layout is transposed or str(call) not in CHOSEN[on]
     return [pytest.mark.slow] * is_slow
 
 
@@ -230,9 +233,9 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 @pytest.mark.parametrize(
     ("call", "on", "layout"),
     [
-        pytest.param(call, on, layout, id=f"{on}-{layout.__name__}-{call}", marks=marks_of(call, on, layout))
+        pytest.param(call, on, layout, id=f"{on}-{layout.__name__}-{call}", marks=marks_of(number, call, on, layout))
         for on, layout in WAYS
-        for call in EVERY_CALL
+        for number, call in enumerate(EVERY_CALL)
     ],
     indirect=["on"],
 )

@@ -146,6 +146,7 @@ def test_a_block_by_indices_trains_as_dense_experts_do(options, index_dtype, sha
     assert_trains_as_dense(by_indices, options, place, index_dtype, shape)
 
 
+@pytest.mark.sampled(2)
 @pairwise(
     {
         "options": ROUTERS,

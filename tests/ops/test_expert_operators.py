@@ -58,6 +58,7 @@ def of_operator(
     return {"out": out, **{name: leaves[name].grad for name in leaves if name in wanted}}
 
 
+@pytest.mark.sampled(2)
 @pairwise({"sizes": SIZES, "transpose": LAYOUTS, "dtype": SUM_DTYPES, "keeps": KEEPS}, others_are_slow=True)
 def test_a_layer_is_that_of_the_oracle(sizes, transpose, dtype, keeps, rng, place):
     layer = Layer(rng, PADDED, dtype, transpose=transpose, form="by row", sizes=sizes)

@@ -88,6 +88,7 @@ AXES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pairwise(AXES, others_are_slow=True)
 def test_results_and_gradients_follow_the_oracle(activation, biases, transpose, dtype, by_row, name, rng, place):
     layer = Layer(rng, PADDED, dtype, activation=activation, transpose=transpose, biases=biases, by_row=by_row)

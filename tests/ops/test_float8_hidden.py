@@ -48,6 +48,7 @@ def kept(monkeypatch):
     return seen
 
 
+@pytest.mark.sampled(2)
 @pairwise(AXES, others_are_slow=True)
 def test_gradients_are_those_of_the_oracle(form, transpose, dtype, name, rng, place):
     layer = Float8Layer(rng, PADDED, dtype, transpose=transpose, form=form)

@@ -70,6 +70,7 @@ def assert_near(made, due):
         assert_close_float8(to_numpy(got), due[name], name)
 
 
+@pytest.mark.sampled(2)
 @pairwise(AXES, others_are_slow=True)
 def test_result_and_gradients(form, transpose, dtype, name, rng, place):
     layer = Float8Layer(rng, PADDED, dtype, transpose=transpose, form=form)

@@ -45,12 +45,14 @@ def of_operator(layer: Float8Layer, place, **options: Any) -> dict:
     return experts.of_operator(layer, place, float8=True, **options)
 
 
+@pytest.mark.sampled(3)
 @pairwise({"sizes": SIZES, "transpose": LAYOUTS, "dtype": SUM_DTYPES, "keeps": KEEPS}, others_are_slow=True)
 def test_a_layer_is_that_of_the_oracle(sizes, transpose, dtype, keeps, rng, place):
     layer = Float8Layer(rng, PADDED, dtype, transpose=transpose, form="by row", sizes=sizes)
     assert_near(of_operator(layer, place, keeps=keeps), layer.due())
 
 
+@pytest.mark.sampled(3)
 @pairwise(
     {
         "shape": [EMPTY, ONE_TOKEN, ODD, MANY_ROWS],

@@ -141,6 +141,7 @@ def test_weights_by_slot_take_one_more_launch_forward_and_none_backward(interpre
     assert interpreted.launches.count("schedule_kernel") == 1
 
 
+@pytest.mark.sampled(2, 1)
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("wanted", ["x", "gate_up", "down", "probs"])
 def test_one_gradient_alone_by_interpreted_kernels(interpreted, wanted, rng):
@@ -156,6 +157,7 @@ def test_one_gradient_alone_by_interpreted_kernels(interpreted, wanted, rng):
     assert ("row_sums_kernel" in interpreted.launches[before:]) == (wanted == "probs")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("form", FORMS)
 def test_a_second_call_repeats_the_launches_of_the_first_with_its_own_tensors(interpreted, form, rng, monkeypatch):

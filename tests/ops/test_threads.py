@@ -7,12 +7,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +19,7 @@ import pytest
 from paddle_moe_ops import moe_permute, moe_unpermute, permute, route, unpermute
 from paddle_moe_ops._report import num_threads
 from paddle_moe_ops.testing.routing import uniform
-from tests.packaging.subprocesses import VARIABLES
+from tests.packaging.subprocesses import ROOT, run_forked
 
 pytestmark = [pytest.mark.long, pytest.mark.cpu_only]
 
@@ -70,21 +67,9 @@ def report() -> dict[str, Any]:
 
 
 def in_new_process(call: str, env: Mapping[str, str]) -> Any:
-    """The result of a function of this module in a process of its own; hangs are cut short."""
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in VARIABLES and not name.startswith("PADDLE_MOE_OPS_")
-    }
+    """The result of a function of this module in a process that has not imported the package before."""
     code = f"import json\nfrom tests.ops import test_threads\nprint(json.dumps(test_threads.{call}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**inherited, **env},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
+    done = run_forked(code, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -84,6 +84,7 @@ def trained(rng, way, layout, wrap=lambda run, *tensors: run(*tensors)):
     return results
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recomputes", [None, False, True], ids=["kept", "recompute by hooks", "reentrant recompute"])
 def test_training_over_a_padded_input_buffer(way, recomputes):
     def wrap(run, *tensors):

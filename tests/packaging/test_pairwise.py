@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.conftest import thin_products
-from tests.pairwise import covering, in_turn, pairwise, pairwise_of, thinned
+from tests.conftest import mark_slow_cases
+from tests.pairwise import covering, in_turn, pairwise, pairwise_of, sampled, thinned
 
 
 def pairs_of(cases):
@@ -133,7 +133,7 @@ class Item:
 def test_a_product_of_marks_is_thinned():
     marks = [pytest.mark.parametrize("a", [0, [1]]), pytest.mark.parametrize(("b", "c"), [(0, 1), (1, 0), (1, 1)])]
     items = [Item(marks, a=a, b=b, c=c) for a in (0, [1]) for b, c in ((0, 1), (1, 0), (1, 1))]
-    thin_products(items)
+    mark_slow_cases(items)
     kept = [tuple(item.callspec.params.values()) for item in items if not item.slow]
     assert kept == [(0, 0, 1), (0, 1, 1), ([1], 1, 0)]
 
@@ -142,5 +142,26 @@ def test_slow_cases_cover_nothing_and_a_list_of_cases_stays():
     marks = [pytest.mark.parametrize("a", [0, 1]), pytest.mark.parametrize("b", [0, 1])]
     items = [Item([*marks, pytest.mark.slow] if a == b else marks, a=a, b=b) for a in (0, 1) for b in (0, 1)]
     listed = [Item([pytest.mark.parametrize(("a", "b"), [])], a=a, b=b) for a in (0, 1) for b in (0, 1)]
-    thin_products([*items, *listed])
-    assert not any(item.slow for item in [*items, *listed])
+    for cases in (items, listed):
+        mark_slow_cases(cases)
+        assert not any(item.slow for item in cases)
+
+
+def test_a_sample_of_a_list_has_every_nth_case():
+    assert sampled([(each,) for each in "abcdefg"], 3) == {0, 3, 6}
+    assert sampled([(each,) for each in "abcdefg"], 3, 1) == {1, 4}
+
+
+def test_a_sample_of_a_product_has_all_values():
+    cases = list(itertools.product(range(6), "ab", (False, True)))
+    kept = [cases[place] for place in sampled(cases, 2)]
+    assert len(kept) == len(cases) / 2
+    assert pairs_of(kept) == pairs_of(cases)
+
+
+def test_of_sampled_cases_every_nth_stays():
+    listed = pytest.mark.parametrize(("a", "b"), [])
+    for mark, kept in ((pytest.mark.sampled(2), [0, 2, 4]), (pytest.mark.sampled(3, 1), [1, 4])):
+        items = [Item([listed, mark], a=a, b=0) for a in range(5)]
+        mark_slow_cases(items)
+        assert [item.callspec.params["a"] for item in items if not item.slow] == kept

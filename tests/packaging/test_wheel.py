@@ -138,7 +138,7 @@ def test_source_distribution_holds_the_checkout_and_nothing_built(source_distrib
 
 
 BINDING = """
-#include "paddle/extension.h"
+#include "paddle/binding.h"
 std::vector<paddle::Tensor> Copy(const paddle::Tensor& x) { return {x.copy_to(x.place(), true)}; }
 PD_BUILD_OP(pmo_packaging_copy).Inputs({"X"}).Outputs({"Y"}).SetKernelFn(PD_KERNEL(Copy));
 """
@@ -154,6 +154,7 @@ def small_tree(tmp_path):
     for name in ("_version.py", "_build_check.py"):
         shutil.copy(ROOT / "paddle_moe_ops" / name, package)
     (package / "__init__.py").touch()
+    (package / "csrc/paddle/binding.h").write_text('#pragma once\n#include "paddle/extension.h"\n', encoding="utf-8")
     (package / "csrc/paddle/copy_op.cc").write_text(BINDING, encoding="utf-8")
     (package / "csrc/cpu/helper.h").write_text("inline int helper() { return 1; }\n", encoding="utf-8")
     (package / "csrc/cpu/helper.cc").write_text('#include "cpu/helper.h"\nint use() { return helper(); }\n')
@@ -185,6 +186,20 @@ def test_failed_compile_fails_the_build_and_leaves_no_library(small_tree):
     header.write_text(good, encoding="utf-8")
     assert compiled_sources(succeed(*build, cwd=small_tree)) == ["helper.cc"]
     assert built_in_place(small_tree) == ["_C.py", "_C_pd_.so", "_build_info.json"]
+
+
+def test_a_change_of_the_precompiled_header_compiles_the_bindings_again(small_tree):
+    build = ("setup.py", "build_ext", "--inplace")
+    header = small_tree / "paddle_moe_ops/csrc/paddle/binding.h"
+    succeed(*build, cwd=small_tree)
+    with header.open("a", encoding="utf-8") as file:
+        file.write("inline int more() { return 1; }\n")
+    assert compiled_sources(succeed(*build, cwd=small_tree)) == ["copy_op.cc"]
+    with header.open("a", encoding="utf-8") as file:
+        file.write("no C++")
+    failed = run(*build, cwd=small_tree)
+    assert "these sources do not compile" in failed.stdout + failed.stderr
+    assert built_in_place(small_tree) == []
 
 
 def test_build_without_paddle_says_what_to_install(small_tree):

@@ -42,6 +42,7 @@ def test_a_hook_on_each_input_sees_its_gradient_once(operation, place, backend):
         assert_bits_equal(leaves[name].grad, expected[name], what=name)
 
 
+@pytest.mark.sampled(2, 1)
 @ALL
 def test_what_a_hook_returns_goes_on(operation, place, backend):
     expected = gradients(operation, place)
@@ -75,6 +76,7 @@ def turn_around(tensor):
     tensor[:] = tensor.flip(0)
 
 
+@pytest.mark.sampled(2)
 @pairwise(
     {
         "operation": [*OPERATIONS, FLOAT8_EXPERTS],
@@ -119,6 +121,7 @@ def test_a_second_backward_pass_is_right_or_says_that_it_cannot_be(operation, pl
         check_second_backward(operation, place)
 
 
+@pytest.mark.sampled(2, 1)
 @ALL
 def test_two_losses_of_one_forward_pass(operation, place, backend):
     """Their backward passes would need a retained graph; here they run as one."""
@@ -170,6 +173,7 @@ def test_paddle_grad_of_some_inputs(operation, place):
         check(operation, place)
 
 
+@pytest.mark.sampled(2)
 @ALL
 def test_paddle_grad_of_some_inputs_is_right_or_refused(operation, place, backend):
     """Paddle lets no PyLayer leave out the gradient of an input that paddle.grad was not asked for."""
@@ -183,6 +187,7 @@ def strided(tensor):
     return paddle.concat([tensor, tensor], axis=-1)[..., : tensor.shape[-1]] if tensor.ndim > 1 else tensor
 
 
+@pytest.mark.sampled(2)
 @ALL
 def test_recompute_of_strided_inputs(operation, place, backend):
     check_recompute_of_strided_inputs(operation, True, place)

@@ -199,6 +199,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "serving"])
 def test_a_change_is_noticed(change, trains):

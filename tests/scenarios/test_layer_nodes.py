@@ -98,6 +98,7 @@ def assert_rounds_to(made: paddle.Tensor, due: paddle.Tensor, what: str, exact: 
     np.testing.assert_allclose(given, expected, rtol=0, atol=2e-2 * np.abs(expected).max())
 
 
+@pytest.mark.sampled(2)
 @FORMS
 def test_a_sum_rounds_to_the_gradient(compute):
     layer = Layer()
@@ -109,6 +110,7 @@ def test_a_sum_rounds_to_the_gradient(compute):
         assert to_numpy(gradients[name]).astype(np.float32).any()
 
 
+@pytest.mark.sampled(2)
 @FORMS
 def test_two_forward_passes_before_two_backward_passes_in_turned_order(compute):
     first, second = Layer(), Layer(33)
@@ -121,6 +123,7 @@ def test_two_forward_passes_before_two_backward_passes_in_turned_order(compute):
     assert_sums(matrices, {name: b[name] + a[name] for name in MATRICES})
 
 
+@pytest.mark.sampled(2, 1)
 @FORMS
 def test_sums_in_a_flat_buffer_leave_what_lies_around_them(compute):
     layer = Layer()
@@ -206,6 +209,7 @@ def test_no_tokens_add_nothing(compute):
         assert (each.main_grad == 2).all()
 
 
+@pytest.mark.sampled(2, 1)
 @FORMS
 def test_lists_of_matrices_accumulate_each(compute):
     layer = Layer()
@@ -222,6 +226,7 @@ def test_lists_of_matrices_accumulate_each(compute):
             np.testing.assert_allclose(made, expected[name][expert], rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("keep", ["h", "x", "h_fp8"])
 def test_micro_batches_share_kept_matrices_and_add_their_gradients(keep):
     batches = [Layer(tokens) for tokens in (70, 1, 41)]

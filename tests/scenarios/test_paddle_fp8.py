@@ -107,6 +107,7 @@ def step(F, experts, x, ids, probs, gradient, place):
     return out, *backward(tensor(gradient, place))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_experts_train_as_without_rounding(form, F, rng, place):
     """Two steps add up in main_grad; one expert has no rows, and counts are no multiples of 128."""
@@ -183,6 +184,7 @@ def test_weight_gradients_after_a_dispatch_by_capacity(F, rng, place):
         assert by_expert.numpy().any()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_tokens", [1, 300, 512])
 def test_a_linear_layer_trains_as_without_rounding(num_tokens, F, rng, place):
     x, gradient, weight = bfloat16(rng, num_tokens, H), bfloat16(rng, num_tokens, 384), bfloat16(rng, H, 384)

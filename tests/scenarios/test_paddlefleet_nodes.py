@@ -143,6 +143,7 @@ AXES = {"alignment": [1, 128], "functions": ["patched", "imported"]}
 every_pair = functools.partial(pairwise, indirect=["functions"], others_are_slow=True)
 
 
+@pytest.mark.sampled(2)
 @every_pair({"node": NODES, "dtype": ["float32", "bfloat16"], **AXES})
 def test_gradients_are_those_of_a_dense_layer(alignment, node, dtype, functions, rng):
     model, batch = Model.make(rng), batch_of(rng, 37, dtype)
@@ -176,6 +177,7 @@ SOME_NODES = {name: NODES[name] for name in ("in one piece", "sums of some token
 some_nodes = pairwise({"node": SOME_NODES, "dtype": ["float32", "bfloat16"]})
 
 
+@pytest.mark.sampled(2)
 @some_nodes
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first in, first out", "last in, first out"])
 def test_two_forward_passes_before_their_backward_passes(order, node, dtype, rng):

@@ -53,6 +53,7 @@ def test_every_operation(operation, tokens, routed, use_reentrant, place, backen
     check_operation(operation, tokens, routed, use_reentrant, place)
 
 
+@pytest.mark.sampled(3)
 @BY_HOOKS
 @in_turn(EVERY_OPERATION)
 @pytest.mark.cpu_only
@@ -155,6 +156,7 @@ def test_layers_of_experts(layer, plan, use_reentrant, place, backend):
     check_layer(layer, plan, use_reentrant)
 
 
+@pytest.mark.sampled(2)
 @BY_HOOKS
 @pytest.mark.parametrize(("layer", "plan"), SOME_PAIRS)
 @pytest.mark.cpu_only

@@ -88,6 +88,7 @@ def test_to_static(program, full_graph, place):
     assert_same_gradients(got, dense_gradients(program, cast, place))
 
 
+@pytest.mark.sampled(2, 1)
 @STATIC
 def test_static_graph(program, place):
     assert_same_gradients(static_graph(model(program.sparse), ARRAYS, place), dense_gradients(program, cast, place))
@@ -106,6 +107,7 @@ def test_mixed_precision(program, place, backend):
     assert_same_gradients(mixed(program.sparse), mixed(program.dense), tolerance)
 
 
+@pytest.mark.sampled(2)
 @BFLOAT16_IN_GRAPHS
 @pytest.mark.parametrize("program", EVERY_SECOND)
 def test_mixed_precision_in_a_static_graph(program, place):

@@ -20,7 +20,7 @@ from paddle_moe_ops import moe_permute, moe_unpermute, permute, route, unpermute
 from paddle_moe_ops.backends.arrays import to_tensor
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.onednn import takes_bfloat16
-from tests.packaging.subprocesses import run_python
+from tests.packaging.subprocesses import run_forked
 from tests.static.cases import CASES, FLOAT8_E5M2, ROUTERS, Case, layer, num_tokens
 from tests.static.inputs import BFLOAT16, A, E, H, Inputs, token_inputs
 from tests.static.modes import (
@@ -74,7 +74,8 @@ def predict(predictor: inference.Predictor, inputs: Inputs) -> list[NDArray]:
     return [predictor.get_output_handle(name).copy_to_cpu() for name in predictor.get_output_names()]
 
 
-# Every second case: test_static_graph.py runs all as programs.
+# Every second case: test_static_graph.py and test_to_static.py run all as programs.
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",
     [
@@ -189,21 +190,21 @@ def saved_layer(tmp_path, rng, place):
 
 def test_importing_the_package_is_enough_for_the_inference_engine(saved_layer):
     model, expected = saved_layer
-    done = run_python((LOAD + PREDICT).format(package="import paddle_moe_ops", model=model))
+    done = run_forked((LOAD + PREDICT).format(package="import paddle_moe_ops", model=model))
     assert done.returncode == 0, done.stderr
     assert np.array_equal(np.load(model + "-out.npy"), expected)
 
 
 def test_importing_the_package_is_enough_for_jit_load(saved_layer):
     model, expected = saved_layer
-    done = run_python((LOAD + RUN_LOADED).format(package="import paddle_moe_ops", model=model))
+    done = run_forked((LOAD + RUN_LOADED).format(package="import paddle_moe_ops", model=model))
     assert done.returncode == 0, done.stderr
     assert np.array_equal(np.load(model + "-out.npy"), expected)
 
 
 def test_the_faq_quotes_what_paddle_says_of_a_forgotten_import(saved_layer):
     model, _ = saved_layer
-    done = run_python((LOAD + PREDICT).format(package="pass", model=model))
+    done = run_forked((LOAD + PREDICT).format(package="pass", model=model))
     assert done.returncode == 1
     message = "kernel output args (0) defs should equal op outputs"  # it names no operator
     assert message in done.stderr

@@ -28,6 +28,7 @@ def spec_of(name: str, value: Any, tensor: paddle.Tensor) -> InputSpec:
     return InputSpec(sizes, str(tensor.dtype).rpartition(".")[2], name)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_programs_have_the_results_of_dygraph(call, place):
     arrays = {name: value for name, value in call.arguments.items() if isinstance(value, np.ndarray)}

@@ -332,6 +332,7 @@ def flat(value: Any) -> Iterator[Any]:
         yield value
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_has_the_results_of_dygraph_and_no_source_of_the_package(name, place):
     run, inputs = PROGRAMS[name][0](place)

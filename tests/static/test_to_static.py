@@ -17,7 +17,7 @@ from paddle.jit.sot.opcode_translator.executor.executor_cache import OpcodeExecu
 
 from paddle_moe_ops import moe_permute, route
 from paddle_moe_ops.nn import SwiGLU
-from tests.packaging.subprocesses import run_python
+from tests.packaging.subprocesses import run_forked
 from tests.static.cases import CASES, FLOAT8_E5M2, layer
 from tests.static.forms import FORMS
 from tests.static.inputs import BUFFER, A, E, token_inputs
@@ -53,6 +53,7 @@ CASES_IN_BOTH_WAYS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("case", "full_graph"), CASES_IN_BOTH_WAYS)
 def test_results_of_dygraph(case, full_graph, rng, place):
     inputs = case.inputs(rng, 29)
@@ -92,6 +93,7 @@ def test_each_input_may_stop_or_want_its_gradient(full_graph, rng, place):
         assert_same_run(run, expected)
 
 
+@pytest.mark.sampled(2, 1)  # test_static_graph.py has the others
 @pytest.mark.parametrize("case", [*CASES, *FORMS], ids=str)
 def test_one_program_serves_any_number_of_tokens(case, rng, place):
     traced = paddle.jit.to_static(case.function, input_spec=input_specs(case), full_graph=True)
@@ -194,5 +196,5 @@ print(paddle.jit.to_static(function, full_graph=False)(ids).tolist())
 
 
 def test_first_call_of_a_process_may_be_where_tracing_by_bytecode_breaks_off():
-    done = run_python(FIRST_CALL)
+    done = run_forked(FIRST_CALL)
     assert done.stdout == "[0, 0, 1, 1]\n", done.stderr

@@ -59,6 +59,7 @@ def test_functions(function, rng, place):
             assert_bits_equal(made, due, what=f"{name} of width {width}")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options", [{}, {"activation": "geglu"}, {"expert_bias": True}, {"compute": "fp8_1x128"}], ids=str
 )

@@ -33,6 +33,7 @@ class DeviceInputs:
         return self.gpu.array(wide)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.key)
 @pytest.mark.parametrize("case", CASES, ids=["dense", "padded", "not filled"])
 def test_every_way_gives_right_results(gpu, case, operation):

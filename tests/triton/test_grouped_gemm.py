@@ -165,6 +165,7 @@ def placed(gpu, values: NDArray, offset: int, strided: int):
     return gpu.columns(gpu.array(wider, offset=offset), values.shape[1])
 
 
+@pytest.mark.sampled(2)
 @BY_LAYOUT
 @HALVES
 @BY_CASE
@@ -182,12 +183,14 @@ def test_however_the_product_is_cut(gpu, rng, name, config, transpose):
     Problem(rng, CASES[name], ml_dtypes.bfloat16, transpose).check(gpu, config=config)
 
 
+@pytest.mark.sampled(2)
 @BY_LAYOUT_OR_SLOW
 @BY_CONFIG
 def test_weighted_rows_and_the_gradient_of_weights(gpu, rng, config, transpose):
     Problem(rng, CASES["padding"], ml_dtypes.bfloat16, transpose, weighted=True).check(gpu, config=config)
 
 
+@pytest.mark.sampled(2, 1)
 @BY_LAYOUT_OR_SLOW
 @BY_CONFIG
 def test_rows_gathered_from_tokens(gpu, rng, config, transpose):

@@ -160,6 +160,7 @@ def assert_all_same(made: list[NDArray], due: list[NDArray]) -> None:
         assert_same_bits(without_sign_of_zero(got), without_sign_of_zero(expected))
 
 
+@pytest.mark.sampled(2)
 @in_turn({"case": CASES, "transpose": LAYOUTS, "config": COPIES})
 def test_exact_sums_have_the_bits_of_the_oracle(rng, gpu, tiles, case, transpose, config):
     tiles(config)
@@ -211,6 +212,7 @@ def test_gradients_of_matrices_are_added_to_what_is_there(rng, gpu, tiles, monke
     assert_all_same([d_x, d_weights], [problem.due()[2], problem.due()[5]])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("left_out", range(4), ids=["x", "gate_up", "down", "weights"])
 def test_gradients_that_no_one_wants_are_not_made(rng, gpu, tiles, left_out):
     tiles(SMALL_TILES)
