@@ -1,7 +1,7 @@
 // Copyright 2026 The paddle_moe_ops authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Mainloop of the float8 GEMM kernels with block scales (fp8.cu, fp8_wgrad.cu), and what a cluster of two CTAs shares.
+// Mainloop of the float8 GEMM kernels with block scales (fp8.cu, fp8_wgrad.cu), and the state that a cluster of two CTAs shares.
 //
 // A stage holds 128 of K, K-major with 128-byte swizzle: 128 rows of operand A, then 256 rows of operand B in two halves. Each
 // consumer warpgroup owns 64 rows of A: m64n128k32 MMAs with the first half of B, then with the other.
