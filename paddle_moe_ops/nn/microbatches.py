@@ -52,10 +52,10 @@ def set_is_first_microbatch(model: nn.Layer) -> int:
 def keep_float8_matrices(model: nn.Layer) -> int:
     """Quantise the experts' matrices of a model's layers once after each change, and keep them in between.
 
-    One call serves any optimizer; `expert_parallel.distributed_optimizer` includes it. Affected are layers whose
-    ``compute`` is ``"fp8_1x128"``, and blocks of PaddleFormers after ``apply(model, compute="fp8_1x128")``. They then
-    need no ``is_first_microbatch``: micro-batches share the codes, 2 bytes for each element, or 1 if no gradient is
-    required. Bits are those of a model that quantises in each call.
+    One call serves any optimizer; `expert_parallel.distributed_optimizer` includes it. Affected are layers with
+    ``compute``, and blocks of PaddleFormers after ``apply(model, compute=...)``. They then need no
+    ``is_first_microbatch``: micro-batches share the codes, 2 bytes for each element, or 1 if no gradient is required.
+    Bits are those of a model that quantises in each call.
 
     These changes are noticed: a step of any optimizer of Paddle or Fleet, ``set_state_dict``, ``set_value``, ``copy_``,
     `paddle.assign`, initializers, operators in place, a move to other memory, as by ``to`` or a gather of sharded

@@ -71,7 +71,7 @@ def apply(name_or_model: str | nn.Layer, *, compute: ComputeFormat = None) -> Re
     Args:
         name_or_model: a name that `supported` lists, "all" for every type that can be imported, or a model or a part
             of one.
-        compute: with a model, what its experts multiply, see `moe_mlp`. ``"fp8_1x128"`` is for experts that are SwiGLU
+        compute: with a model, what its experts multiply, see `moe_mlp`. A float8 format is for experts that are SwiGLU
             without biases, in stacked matrices or in plain linear layers with the gate in that of the up projection.
 
     Returns:
