@@ -14,7 +14,7 @@ from paddle_moe_ops import reference
 from ..pairwise import in_turn
 from ..reference.cases import assert_same_bits
 from .binding import Core
-from .layer import BACKWARD, FORWARD, Hidden, Results, plan_of
+from .layer import BACKWARD, FORWARD, Hidden, Results, choices, plan_of
 from .layer_problems import BFLOAT16, Case, RandomLayer, assert_near, assert_same, live_part
 from .operators.grouped_gemm import AMAX_MIN, Accumulation
 
@@ -222,3 +222,24 @@ def test_counts_may_include_padding(core: Core, rng: np.random.Generator, float8
     padded = plan._replace(tokens_per_expert=np.diff(plan.expert_offsets))
     assert (padded.tokens_per_expert > plan.tokens_per_expert).any()
     assert_same(problem.run(core, problem.layer._replace(plan=padded)), problem.run(core))
+
+
+@pytest.mark.parametrize(("rows", "experts", "blocks"), [(2, 3, 2), (5, 3, 3), (300, 2, 4)])
+def test_memory_of_float8_wgrads_is_that_of_row_blocks(core: Core, rows: int, experts: int, blocks: int) -> None:
+    """Codes of an operand of 2n columns lie where those of permuted rows were, codes of tokens in the chunk buffer."""
+    hidden, inner = 16, 128
+    sizes = {"num_tokens": rows, "num_rows": rows, "num_experts": experts, "hidden": hidden, "inner": inner}
+    given = {**sizes, "workspace": 1 << 30, "dtype": 2, "backward": BACKWARD, "float8": 1, "has_codes": 1}
+
+    def aligned(size: int) -> int:
+        return -(-size // 256) * 256
+
+    def codes(columns: int, scales: int) -> int:
+        return aligned(128 * blocks * columns) + aligned(4 * blocks * scales)
+
+    plain, made = choices(core, **given), choices(core, **given, float8_wgrads=1)
+    of_rows = aligned(rows * hidden) + aligned(4 * rows)
+    shared = max(of_rows, codes(inner, inner), codes(2 * inner, 2)) - of_rows
+    assert made.wgrad_columns == hidden
+    assert made.buffer_bytes == max(plain.buffer_bytes, codes(hidden, hidden))
+    assert made.bytes - plain.bytes == aligned(made.buffer_bytes) - aligned(plain.buffer_bytes) + shared
