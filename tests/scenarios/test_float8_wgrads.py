@@ -108,6 +108,48 @@ def test_gradients_are_those_of_the_oracle(experts, skewed, rng, place):
         assert 0.9975 < a @ b / np.linalg.norm(a) / np.linalg.norm(b) < 0.99999, name
 
 
+CALLS = {
+    "lists, weights by slot": ("float16", (37, 19), [128, 129, 0], {"lists": True, "weights_by": "slot"}),
+    "transposed, weights by row": ("bfloat16", (144, 130), [257, 1], {"transpose": True, "weights_by": "row"}),
+    "a buffer that drops rows": ("float32", (136, 72), [140, 150, 9], {"buffer_size": 200, "transpose": True}),
+    "one expert": ("float32", (1, 1), [129], {}),
+}
+
+
+@pytest.mark.parametrize(("dtype", "sizes", "counts", "form"), CALLS.values(), ids=CALLS)
+def test_calls_of_every_form(dtype, sizes, counts, form, rng, place):
+    """Sizes that are no multiples of 8, and experts that end with a row block, one row after it, and within one."""
+    form, (hidden, inner), experts = dict(form), sizes, len(counts)
+    lists, buffer_size = form.pop("lists", False), form.pop("buffer_size", -1)
+    transpose = form.get("transpose", False)
+    ids = rng.permutation(np.repeat(np.arange(experts, dtype=np.int32), counts))[:, None]
+    of_oracle = reference.route(ids, num_experts=experts, buffer_size=buffer_size)
+    plan = route(paddle.to_tensor(ids, place=place), num_experts=experts, buffer_size=buffer_size)
+
+    def made(*shape, scale=1.0):
+        return paddle.to_tensor(rng.standard_normal(shape).astype(np.float32) * scale, place=place).astype(dtype)
+
+    x, d_out = made(len(ids), hidden), made(len(ids), hidden, scale=0.01)
+    shapes = [(hidden, 2 * inner), (inner, hidden)]
+    pair = [made(experts, *(reversed(shape) if transpose else shape), scale=shape[0] ** -0.5) for shape in shapes]
+    probs = weights = None
+    if "weights_by" in form:
+        values = rng.random((len(ids), 1)).astype(np.float32)
+        weights = values[of_oracle.row_to_token, 0]
+        probs = paddle.to_tensor(values if form["weights_by"] == "slot" else weights, place=place)
+    given = [paddle.unbind(each) if lists else [each] for each in pair]
+    for each in (x, *given[0], *given[1]):
+        each.stop_gradient = False
+    out = moe_mlp(x, plan, probs, *(each if lists else each[0] for each in given), compute=WGRADS, **form)
+    paddle.autograd.backward([out], [d_out])
+    arrays = to_numpy(d_out), to_numpy(x), of_oracle, *map(to_numpy, pair), weights
+    due = reference.moe_mlp_float8_backward(*arrays, transpose=transpose, float8_wgrads=True)
+    assert_close_float8(to_numpy(x.grad), due.x, "x")
+    for name, each in zip(("gate_up", "down"), given, strict=True):
+        gradient = np.stack([to_numpy(matrix.grad) for matrix in each]) if lists else to_numpy(each[0].grad)
+        assert_close_float8(gradient, getattr(due, name), name)
+
+
 def test_only_gradients_of_matrices_change():
     layer, x = layer_and_tokens()
     made = gradients_of(layer, x)
