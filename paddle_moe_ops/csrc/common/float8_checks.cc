@@ -117,8 +117,7 @@ int check_quantize_columns(const pmo_quantize_columns_params& p) {
 int check_grouped_outer_float8(const pmo_grouped_outer_float8_params& p) {
   PMO_REQUIRE(p.struct_size == sizeof p, "struct_size", "the size of pmo_grouped_outer_float8_params of this library");
   PMO_REQUIRE_EXPERTS(p.num_experts, "num_experts");
-  PMO_REQUIRE(p.accumulation >= PMO_GROUPED_OVERWRITES && p.accumulation <= PMO_GROUPED_ADDS_FLOAT32, "accumulation",
-              "one of pmo_grouped_accumulation");
+  PMO_REQUIRE(is_accumulation(p.accumulation), "accumulation", "one of pmo_grouped_accumulation");
   PMO_REQUIRE(is_size(p.num_blocks, 1), "num_blocks", "in [0, 2^30)");
   PMO_REQUIRE(is_size(p.a_columns, 8), "a_columns", "a multiple of 8");
   PMO_REQUIRE(is_size(p.b_columns, 8), "b_columns", "a multiple of 8");

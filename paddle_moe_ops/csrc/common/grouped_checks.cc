@@ -128,8 +128,7 @@ int check_grouped_outer(const pmo_grouped_outer_params& p) {
   PMO_REQUIRE_EXPERTS(p.num_experts, "num_experts");
   PMO_REQUIRE(p.gathered >= PMO_GROUPED_GATHERS_NONE && p.gathered <= PMO_GROUPED_GATHERS_Q, "gathered",
               "one of pmo_grouped_gathered");
-  PMO_REQUIRE(p.accumulation >= PMO_GROUPED_OVERWRITES && p.accumulation <= PMO_GROUPED_ADDS_FLOAT32, "accumulation",
-              "one of pmo_grouped_accumulation");
+  PMO_REQUIRE(is_accumulation(p.accumulation), "accumulation", "one of pmo_grouped_accumulation");
   PMO_REQUIRE(is_size(p.p_columns, 8), "p_columns", "a multiple of 8");
   PMO_REQUIRE(is_size(p.q_columns, 8), "q_columns", "a multiple of 8");
   PMO_REQUIRE(is_size(p.out_rows, 1), "out_rows", "in [0, 2^30)");

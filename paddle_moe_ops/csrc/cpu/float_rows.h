@@ -4,6 +4,9 @@
 // Elements of rows to float32 and back, rounding to nearest even; plain code that compilers vectorise.
 #pragma once
 
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
 #include <cstdint>
 
 #include "common/dtypes.h"
@@ -54,6 +57,19 @@ struct Float16Rows {
     return static_cast<uint16_t>((bits >> 16 & 0x8000u) | (magnitude >= (143u << 23) ? special : finite));
   }
 };
+
+// Largest finite magnitude of rows x columns elements whose rows are `stride` elements apart, at least `amax_min`. NaN is ignored.
+template <typename Rows>
+float amax_of(const typename Rows::Element* x, int64_t stride, int64_t rows, int64_t columns, float amax_min) {
+  float amax = amax_min;
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t i = 0; i < columns; ++i) {
+      const float magnitude = std::fabs(Rows::load(x[row * stride + i]));
+      amax = magnitude > amax ? magnitude : amax;  // never for NaN
+    }
+  }
+  return std::min(amax, FLT_MAX);
+}
 
 // Returns body(Rows()) for a row type that is summed.
 template <typename Body>

@@ -4,8 +4,6 @@
 // Block quantisation of matrices on the CPU. Each row of a 128 x 128 block is quantised with the block's amax as `amax_min`.
 // Threads own rows of blocks. Bytes moved: E * A * B * (2 itemsize + 1, or + 3 with both forms).
 #include <algorithm>
-#include <cfloat>
-#include <cmath>
 #include <cstdint>
 
 #include "common/arithmetic.h"
@@ -30,22 +28,10 @@ struct Block {
 };
 
 template <typename Rows>
-float amax_of(const typename Rows::Element* x, int64_t stride, const Block& block, float amax_min) {
-  float amax = amax_min;
-  for (int64_t row = 0; row < block.rows; ++row) {
-    for (int64_t i = 0; i < block.columns; ++i) {
-      const float magnitude = std::fabs(Rows::load(x[row * stride + i]));
-      amax = magnitude > amax ? magnitude : amax;  // never for NaN
-    }
-  }
-  return std::min(amax, FLT_MAX);
-}
-
-template <typename Rows>
 void quantize_block(const pmo_quantize_blocks_params& p, const Block& block) {
   const int64_t place = (block.matrix * p.num_rows + block.row) * p.num_columns + block.column;
   const auto* x = static_cast<const typename Rows::Element*>(p.x) + place;
-  const float amax = amax_of<Rows>(x, p.num_columns, block, p.amax_min);
+  const float amax = amax_of<Rows>(x, p.num_columns, block.rows, block.columns, p.amax_min);
   const int64_t heights = divide_up(p.num_rows, kSide), widths = divide_up(p.num_columns, kSide);
   const int64_t high = block.row / kSide, wide = block.column / kSide;
   const auto quantize = row_kernels(p.dtype).quantize;

@@ -5,7 +5,6 @@
 // float32, and each of its columns quantised as a row, with the block's amax as `amax_min` where they share a scale. Threads own
 // row blocks. Bytes moved: M * C * (itemsize + 1), and 4 with values.
 #include <algorithm>
-#include <cfloat>
 #include <cmath>
 #include <cstdint>
 
@@ -49,7 +48,7 @@ class Tile {
 
   void quantize() const {
     const bool all_are_nan = p_.by_blocks && has_infinity(x_[0], columns_ * kSide);
-    const float amax = p_.by_blocks ? amax_of_all() : p_.amax_min;
+    const float amax = p_.by_blocks ? amax_of<Float32Rows>(x_[0], kSide, columns_, kSide, p_.amax_min) : p_.amax_min;
     const auto quantize_row = row_kernels(PMO_FLOAT32).quantize;
     for (int64_t i = 0; i < columns_; ++i) {
       uint8_t codes[kSide];
@@ -74,17 +73,6 @@ class Tile {
     if (p_.row_to_token != nullptr) row = p_.row_to_token[row];
     if (row < 0 || row >= p_.num_sources) return nullptr;
     return static_cast<const typename Rows::Element*>(p_.x) + row * p_.x_row_stride + column_;
-  }
-
-  float amax_of_all() const {
-    float amax = p_.amax_min;
-    for (int64_t i = 0; i < columns_; ++i) {
-      for (const float value : x_[i]) {
-        const float magnitude = std::fabs(value);
-        amax = magnitude > amax ? magnitude : amax;  // never for NaN
-      }
-    }
-    return std::min(amax, FLT_MAX);
   }
 
   const pmo_quantize_columns_params& p_;

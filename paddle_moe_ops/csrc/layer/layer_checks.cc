@@ -85,7 +85,6 @@ int check_layer(const pmo_layer_facts& f, const pmo_layer_params& p) {
   }
   PMO_REQUIRE(is_16_bytes(p.workspace), "workspace", "an array at a multiple of 16 bytes");
   PMO_REQUIRE(is_backward || p.out != nullptr || f.num_tokens == 0, "out", "an array");
-  const auto is_accumulation = [](int32_t value) { return value >= PMO_GROUPED_OVERWRITES && value <= PMO_GROUPED_ADDS_FLOAT32; };
   PMO_REQUIRE(is_accumulation(p.gate_up_accumulation), "gate_up_accumulation", "one of pmo_grouped_accumulation");
   PMO_REQUIRE(is_accumulation(p.down_accumulation), "down_accumulation", "one of pmo_grouped_accumulation");
   if (f.has_codes == 0) return PMO_OK;
