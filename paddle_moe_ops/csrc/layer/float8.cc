@@ -9,18 +9,12 @@ namespace pmo {
 namespace layer {
 namespace {
 
-// Codes [rows, columns] and scales [rows, columns / 128].
-struct Codes {
-  void* codes;
-  float* scales;
-};
-
 class Float8Pass : public Pass {
  public:
   Float8Pass(const pmo_layer_facts& facts, const pmo_layer_params& params, const pmo_layer_kernels& kernels, void* stream)
       : Pass(facts, params, kernels, stream),
         tokens_(take_codes(f_.num_tokens, f_.hidden)),
-        chunk_(codes_in(shared_codes_, held_rows(f_, plan_), f_.hidden)) {
+        chunk_(codes_in(shared_codes_, held_rows(f_, plan_) * f_.hidden)) {
     take_matrix_codes();
   }
 
@@ -61,10 +55,8 @@ class Float8Pass : public Pass {
   }
 
  private:
-  Codes take_codes(int64_t rows, int64_t columns) { return codes_in(take(codes_bytes(rows, columns)), rows, columns); }
-  static Codes codes_in(void* memory, int64_t rows, int64_t columns) {
-    return {memory, reinterpret_cast<float*>(static_cast<char*>(memory) + aligned_bytes(rows * columns))};
-  }
+  // Codes [rows, columns] and scales [rows, columns / 128].
+  Codes take_codes(int64_t rows, int64_t columns) { return codes_in(take(codes_bytes(rows, columns)), rows * columns); }
 
   int quantize(const Rows& tokens) {
     pmo_quantize_params q = {};

@@ -28,17 +28,16 @@ void* Pass::take(int64_t bytes) {
 int Pass::codes_of(const pmo_layer_codes& given, const Matrices& matrices, bool turns, pmo_layer_codes* codes) {
   *codes = given;
   if (f_.has_codes != 0) return PMO_OK;
-  auto* const scales = reinterpret_cast<float*>(static_cast<char*>(matrix_codes_) +
-                                                aligned_bytes(f_.num_experts * matrices.rows * matrices.columns));
-  *codes = {matrix_codes_, scales};
+  const Codes made = codes_in(matrix_codes_, f_.num_experts * matrices.rows * matrices.columns);
+  *codes = {made.codes, made.scales};
   pmo_quantize_blocks_params q = {};
   q.struct_size = sizeof q;
   q.num_matrices = f_.num_experts;
   q.num_rows = matrices.rows;
   q.num_columns = matrices.columns;
   q.x = matrices.data;
-  (turns ? q.turned_codes : q.codes) = matrix_codes_;
-  (turns ? q.turned_scales : q.scales) = scales;
+  (turns ? q.turned_codes : q.codes) = made.codes;
+  (turns ? q.turned_scales : q.scales) = made.scales;
   q.dtype = f_.dtype;
   q.amax_min = kAmaxMin;
   return kernels_.quantize_blocks(&q, stream_);
@@ -193,9 +192,9 @@ int Pass::wgrad(const Rows& tokens, const Rows& rows, bool gathers, bool tokens_
 }
 
 int Pass::quantize_columns(const Rows& rows, const int32_t* row_to_token, const Columns& columns, bool by_blocks, void* memory,
-                           ColumnCodes* codes) {
+                           Codes* codes) {
   const int64_t blocks = row_blocks(f_);
-  *codes = {memory, reinterpret_cast<float*>(static_cast<char*>(memory) + aligned_bytes(blocks * columns.width * kGroup))};
+  *codes = codes_in(memory, blocks * columns.width * kGroup);
   pmo_quantize_columns_params q = {};
   q.struct_size = sizeof q;
   q.num_rows = f_.num_rows;
@@ -219,14 +218,14 @@ int Pass::quantize_columns(const Rows& rows, const int32_t* row_to_token, const 
 
 // out [E] = tokens^T rows, or rows^T tokens, by expert; the operand with a scale per column first, unless matrices are transposed.
 int Pass::float8_wgrad(const Rows& tokens, const Rows& rows, bool by_columns, int32_t accumulation, void* out) {
-  ColumnCodes of_rows;
+  Codes of_rows;
   PMO_TRY(quantize_columns(rows, nullptr, {nullptr, 0, rows.width}, by_columns, shared_codes_, &of_rows));
   const bool are_rows_of_out = by_columns == (p_.transpose == 0);  // the columns of tokens
   for (int64_t first = 0; first < f_.hidden; first += plan_.wgrad_columns) {
     const Columns columns = {nullptr, first, std::min(plan_.wgrad_columns, f_.hidden - first)};
-    ColumnCodes of_tokens;
+    Codes of_tokens;
     PMO_TRY(quantize_columns(tokens, p_.row_to_token, columns, !by_columns, buffer_, &of_tokens));
-    const ColumnCodes &a = by_columns ? of_tokens : of_rows, &b = by_columns ? of_rows : of_tokens;
+    const Codes &a = by_columns ? of_tokens : of_rows, &b = by_columns ? of_rows : of_tokens;
     pmo_grouped_outer_float8_params o = {};
     o.struct_size = sizeof o;
     o.num_experts = f_.num_experts;

@@ -42,11 +42,16 @@ struct Columns {
   int64_t first, width;
 };
 
-// Codes of row blocks as an operand of wgrads.
-struct ColumnCodes {
+// Codes, and scales, of which an operand has as many as its kernels ask for.
+struct Codes {
   void* codes;
   float* scales;
 };
+
+// Codes of `bytes` bytes at the beginning of memory, and scales after them.
+inline Codes codes_in(void* memory, int64_t bytes) {
+  return {memory, reinterpret_cast<float*>(static_cast<char*>(memory) + aligned_bytes(bytes))};
+}
 
 class Pass {
  public:
@@ -121,8 +126,6 @@ class Pass {
   int sum_dots(const float* dots);
   // dW2 = scaled^T dO and dW1 = X^T dH, where they are wanted.
   int wgrads(const void* scaled, const void* d_hidden);
-  // Memory of shared_codes_bytes.
-  void* shared_codes_ = nullptr;
 
   const pmo_layer_params& p_;
   const pmo_layer_facts& f_;
@@ -131,6 +134,7 @@ class Pass {
   const pmo_layer_kernels& kernels_;
   void* const stream_;
   void* buffer_ = nullptr;
+  void* shared_codes_ = nullptr;   // memory of shared_codes_bytes
   bool buffer_has_d_out_ = false;  // whether the buffer contains all rows of dO
 
  private:
@@ -141,7 +145,7 @@ class Pass {
   // The same with float8 operands; `by_columns`: whether tokens have a scale per column, and `rows` one per 128.
   int float8_wgrad(const Rows& tokens, const Rows& rows, bool by_columns, int32_t accumulation, void* out);
   int quantize_columns(const Rows& rows, const int32_t* row_to_token, const Columns& columns, bool by_blocks, void* memory,
-                       ColumnCodes* codes);
+                       Codes* codes);
   int32_t* tables_for(int32_t tile_rows) const;
   const int32_t* rows_end() const { return tables_ + layout_.stop() + f_.num_experts - 1; }  // end of the last expert's rows
 
