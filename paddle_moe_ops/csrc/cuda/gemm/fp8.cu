@@ -22,11 +22,7 @@
 // swizzle (zeros beyond K) and warp 1 schedules tiles. Each consumer warpgroup owns 64 rows of the tile: m64n128k32 MMAs for 128
 // columns, then for the other 128.
 //
-// Promotion: the tensor core's accumulators have too few bits for the whole K loop. After each stage they are multiplied by both
-// scales and added to float32 accumulators in registers.
-//
-// Overlap: while one consumer promotes or runs its epilogue, the other one keeps the tensor cores busy; they share no barrier.
-// Scales are loaded one stage ahead, operands up to kStages stages ahead and across tiles.
+// fp8_mainloop.cuh has the mainloop and its promotion. Operands are loaded up to kStages stages ahead and across tiles.
 //
 // Work: 2 M K N FLOPs. Bytes: matrix and rows once from memory and, per tile, from the L2; the results once; hidden once more for
 // dSwiGLU.

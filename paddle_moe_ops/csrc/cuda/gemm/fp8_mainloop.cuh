@@ -41,7 +41,7 @@ struct ClusterTile {
   uint64_t sent, read;
   volatile int tile;
 
-  // Whether this CTA requests tiles from the scheduler.
+  // True if this CTA requests tiles from the scheduler.
   static __device__ bool requests() { return blockIdx.x % kClusterSize == 0; }
 
   __device__ void init() {

@@ -51,21 +51,20 @@ __device__ inline int expert_of_block(const int32_t* tiles, int num_experts, int
 }
 
 // Larger magnitude of each of two 16-bit elements, or of one float32. A NaN in `other` is ignored.
-__device__ inline uint32_t larger_magnitudes(BFloat16Rows, uint32_t magnitudes, uint32_t other) {
-  __nv_bfloat162 a, b;
+template <typename Pair>
+__device__ inline uint32_t larger_of_pairs(uint32_t magnitudes, uint32_t other) {
+  Pair a, b;
   memcpy(&a, &magnitudes, 4);
   memcpy(&b, &other, 4);
   a = __hmax2(a, __habs2(b));
   memcpy(&magnitudes, &a, 4);
   return magnitudes;
 }
+__device__ inline uint32_t larger_magnitudes(BFloat16Rows, uint32_t magnitudes, uint32_t other) {
+  return larger_of_pairs<__nv_bfloat162>(magnitudes, other);
+}
 __device__ inline uint32_t larger_magnitudes(Float16Rows, uint32_t magnitudes, uint32_t other) {
-  __half2 a, b;
-  memcpy(&a, &magnitudes, 4);
-  memcpy(&b, &other, 4);
-  a = __hmax2(a, __habs2(b));
-  memcpy(&magnitudes, &a, 4);
-  return magnitudes;
+  return larger_of_pairs<__half2>(magnitudes, other);
 }
 __device__ inline uint32_t larger_magnitudes(Float32Rows, uint32_t magnitudes, uint32_t other) {
   return __float_as_uint(fmaxf(__uint_as_float(magnitudes), fabsf(__uint_as_float(other))));
@@ -124,7 +123,7 @@ class ColumnScales {
 
   __device__ float of_thread() const { return scales_[threadIdx.x]; }  // for the first kTile threads
 
-  // Those of the thread's columns.
+  // Loads those of the thread's columns.
   __device__ void load(float (&scales)[kTileSide], float (&inverses)[kTileSide]) const {
     const int column = threadIdx.x % kThreadsOfRow * kTileSide;
     memcpy(scales, scales_ + column, sizeof(scales));
@@ -182,9 +181,10 @@ __global__ void __launch_bounds__(kTileThreads, kMinBlocksPerSm<Rows>)
     const int thread_column = threadIdx.x % kThreadsOfRow * kTileSide;
     TileElements<Rows> next;
     rows.load(p, first_tile * kTile + thread_column, &next);
-    for (int tile = first_tile; tile < min(first_tile + kTilesOfItem, tiles); ++tile) {
+    const int end_tile = min(first_tile + kTilesOfItem, tiles);
+    for (int tile = first_tile; tile < end_tile; ++tile) {
       TileElements<Rows> elements = next;
-      if (tile + 1 < min(first_tile + kTilesOfItem, tiles)) rows.load(p, (tile + 1) * kTile + thread_column, &next);
+      if (tile + 1 < end_tile) rows.load(p, (tile + 1) * kTile + thread_column, &next);
       ColumnMaxima<Rows> amax;
 #pragma unroll
       for (const auto& row : elements.word) amax.add(row);
