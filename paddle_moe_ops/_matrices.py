@@ -169,9 +169,9 @@ def check_compute(
     _checks.choice(function, "compute", compute, COMPUTE)
     if compute is None or (activation == "swiglu" and not has_biases):
         return
-    where = f"with compute and {'biases' if has_biases else f'the activation {activation!r}'}"
+    others = "biases" if has_biases else f"the activation {activation!r}"
+    where = f"with compute and {others}"
     if compute == FLOAT8_WGRADS:
-        others = "biases" if has_biases else f"the activation {activation!r}"
         _checks.bad_value(function, "compute", f"None or 'fp8_1x128' with {others}", repr(compute))
     if keep == "h_fp8":
         _checks.bad_value(function, "keep", f"'h' or 'x' {where}", repr(keep))

@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import math
 from statistics import geometric_mean
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from .shapes import SHAPES
+
+if TYPE_CHECKING:
+    from .report import Run
 
 __all__ = ["FORMATS", "MICRO_BATCHES", "steps"]
 
@@ -21,17 +24,7 @@ matrices. *{MICRO_BATCHES}*: a step of {MICRO_BATCHES} micro-batches that quanti
 *bfloat16* is in microseconds. Implementations alternate where the GPU has memory for all of them."""
 
 
-class Results(Protocol):
-    """A `report.Run`."""
-
-    gpu: str
-    path: Any
-    machine: dict[str, Any]
-
-    def found(self, shape: str, routing: str, implementation: str, mode: str = "graph") -> dict[str, Any] | None: ...
-
-
-def _us(run: Results, shape: str, implementation: str) -> float:
+def _us(run: Run, shape: str, implementation: str) -> float:
     """Microseconds of both passes, NaN if they were not measured."""
     line = run.found(shape, "even", implementation)
     return math.nan if line is None or "forward_us" not in line else line["forward_us"] + line["backward_us"]
@@ -49,7 +42,7 @@ def break_even(first: float, kept: float, exact: float) -> str:
     return str(max(1, math.ceil((first - kept) / (exact - kept))))
 
 
-def steps(run: Results) -> str:
+def steps(run: Run) -> str:
     """A section about steps with float8 operands, with geometric means of the shapes that were measured."""
     names = [
         "shape",
