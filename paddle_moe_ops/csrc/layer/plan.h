@@ -43,7 +43,7 @@ int64_t row_blocks(const pmo_layer_facts& facts);
 // Memory that the codes of a chunk of rows and, later, a wgrad's operand of n or 2n columns share.
 int64_t shared_codes_bytes(const pmo_layer_facts& facts, const pmo_layer_plan& plan);
 
-// Whether all tiles have 128 rows, those of the float8 kernels.
+// True if all tiles have 128 rows, as float8 kernels require.
 inline bool has_float8_tiles(const pmo_layer_facts& facts) { return facts.float8 != 0 || facts.float8_wgrads != 0; }
 
 // Rows of a row chunk and those that its last tile reads.
