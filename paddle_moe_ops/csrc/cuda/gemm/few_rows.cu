@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_few_rows(const __gri
     load_matrix<kEpilogue, kTransposed>(p, shared, stages);
   } else {
     wait_for_previous_kernel();
-    copy_rows<1, RowSwizzle::k128Bytes, kStages>(p, shared, stages, kFewRowsColumns<kEpilogue>);
+    copy_rows<1, kStages>(p, shared, stages, kFewRowsColumns<kEpilogue>);
   }
 #endif
 }

@@ -146,19 +146,21 @@ __device__ inline uint32_t source_of(const FewRowsParams& p, const SwapAbTile& t
   return p.source.row_to_token != nullptr ? p.source.source_of(tile.row + row) : tile.row + row;
 }
 
-// Swizzle of the 16-byte chunks of a row of X in shared memory: 128-byte swizzle, or pairs of chunks for loads of 8 bytes by lane.
-enum class RowSwizzle { k128Bytes, kPairs };
-
 // Copies the rows of all tiles by one warp, in K steps of kBoxes boxes of 64 columns: eight lanes copy 128 bytes of a row, and the
-// warp passes over the tile's rows four at a time. Tiles have `tile_columns` columns of the result.
-template <int kBoxes, RowSwizzle kSwizzle, int kStages, typename Shared, typename Stages>
-__device__ inline void copy_rows(const FewRowsParams& p, Shared& shared, const Stages& stages, int tile_columns) {
+// warp passes over the tile's rows four at a time. Tiles have `tile_columns` columns of the result. Chunks of 16 bytes have TMA's
+// 128-byte swizzle; in tiles of up to `paired_rows` rows pairs of chunks are swizzled, for loads of 8 bytes by lane.
+template <int kBoxes, int kStages, typename Shared, typename Stages>
+__device__ inline void copy_rows(const FewRowsParams& p, Shared& shared, const Stages& stages, int tile_columns,
+                                 int paired_rows = 0) {
   const int lane = threadIdx.x % kWarpSize, chunk = lane % 8, first_row = lane / 8;
   PipelineState<kStages> state;
   for_each_tile(p, shared, tile_columns, [&](const SwapAbTile& tile) {
     uint32_t source[kFewRows / 4];
 #pragma unroll
     for (int i = 0; i < kFewRows / 4; ++i) source[i] = source_of(p, tile, first_row + 4 * i);
+    const bool is_paired = tile.rows <= paired_rows;
+    const int swizzled[2] = {(chunk ^ (is_paired ? 2 * first_row : first_row)) * 16,  // of even passes
+                             (chunk ^ (is_paired ? 2 * first_row : first_row + 4)) * 16};
     for (int k_offset = 0; k_offset < p.inner; k_offset += kBoxes * kTileK) {
       mbarrier_wait_parity(&shared.empty[state.stage], state.phase ^ 1);
 #pragma unroll
@@ -169,10 +171,8 @@ __device__ inline void copy_rows(const FewRowsParams& p, Shared& shared, const S
 #pragma unroll
         for (int i = 0; i < kFewRows / 4; i += 2) {
           if (4 * i >= tile.rows) break;
-          p.source.template copy<2>(&source[i], from, column < p.inner, [&](int each) {
-            const int swizzle = kSwizzle == RowSwizzle::kPairs ? 2 * first_row : first_row + 4 * each;
-            return target + (i + each) * 4 * 128 + (chunk ^ swizzle) * 16;
-          });
+          p.source.template copy<2>(&source[i], from, column < p.inner,
+                                    [&](int each) { return target + (i + each) * 4 * 128 + swizzled[each]; });
         }
       }
       cp_async_mbarrier_arrive_noinc(&shared.full[state.stage]);

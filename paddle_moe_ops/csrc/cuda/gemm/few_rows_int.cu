@@ -10,16 +10,18 @@
 //
 // Tiles, prologue and overlap: few_rows.cuh, with two CTAs per SM: one converts codes while the other waits. Warp-specialised, a
 // pipeline of stages of 128 along K:
-//   warps 0 to 7  consumers: codes from shared memory to values in the registers of operand A, MMAs of m16n8k16 with the tile's rows
-//     rounded up to 8, 16, 32 or 64, epilogue. A warp has 16 columns of W; with SwiGLU 8 gates and their ups, so that a lane has both.
+//   warps 0 to 7  consumers: codes from shared memory to values in the registers of operand A, MMAs with the tile's rows rounded up to
+//     8, 16, 32 or 64, epilogue. A warp has 16 columns of W; with SwiGLU 8 gates and their ups, so that a lane has both.
 //   warp 8        loads codes by TMA in boxes of 64 columns
 //   warp 9        copies rows of X by cp.async, 16 bytes a lane; gathers token rows if row_to_token is given
 //
-// Order of K: the sum of an MMA does not depend on the order of its 16 elements, so a lane takes four neighbouring codes and the four
-// elements of X beside them. wgmma would need all four warps of a warpgroup to have converted their codes.
+// MMAs: few rows take mma.sync, so that a warp waits for no other; more rows wgmma, which reads X once for 64 columns.
 //
-// Work: 2 M K N FLOPs, and some three instructions for a value, five if the dtype of x does not represent its scale. Bytes: the codes
-// of experts that have rows once from memory; X once per 128 columns, from the L2.
+// Order of K: the sum of an MMA does not depend on the order of its 16 elements. With int8 and mma.sync a lane takes four
+// neighbouring codes, which ldmatrix yields, and the four elements of X beside them.
+//
+// Work: 2 M K N FLOPs, and 5 (int8) or 7 (int4) instructions for four values, 14 or 16 if the dtype of x does not represent their
+// scale. Bytes: the codes of experts that have rows once from memory; X once per 128 columns, from the L2.
 #include "common/matrix_layout.h"
 #include "cuda/gemm/few_rows.cuh"
 #include "cuda/ptx/mma.cuh"
@@ -48,6 +50,11 @@ using Stages = FewRowsStages<kStages<kBits>, 2 * kBoxOfCodes<kBits>, kFewRows * 
 template <int kBits>
 using Shared = FewRowsShared<kStages<kBits>, kWarps>;
 
+template <int kBits>
+constexpr int kMostOfWarps = kBits == 8 ? 32 : 16;  // rows of a tile that uses mma.sync
+template <int kBits, int kRows>
+constexpr bool kUsesWgmma = kRows > kMostOfWarps<kBits>;
+
 template <pmo_grouped_result kEpilogue, int kBits>
 __device__ inline void load_codes(const FewRowsParams& p, Shared<kBits>& shared, const Stages<kBits>& stages) {
   PipelineState<kStages<kBits>> state;
@@ -68,80 +75,84 @@ __device__ inline void load_codes(const FewRowsParams& p, Shared<kBits>& shared,
   });
 }
 
-// Packed arithmetic of two 16-bit elements in a word. kMagic: two elements of 2^7 (bfloat16) or 2^10 (float16), so that the bits of a
-// small number can be added to them by a logical or.
+// Two codes as 16-bit elements. In an element of T whose upper bits are 0, the lower eight are a linear number: subnormal, or with the
+// exponent after that of the subnormal ones, in the same units. A code's bits with the sign flipped are unsigned there, so one packed
+// fused multiply-add yields (bits - offset) * scale, exactly rounded.
 template <typename T>
 struct Packed {
   using Pair = __nv_bfloat162;
-  static constexpr uint32_t kMagic = 0x43004300, kNibbleOffset = 0x43084308;  // 128, 136
+  static constexpr float kUnits = 0x1p127f, kTimes = 0x1p6f;  // their product is 1 over the unit
 };
 
 template <>
 struct Packed<__half> {
   using Pair = __half2;
-  static constexpr uint32_t kMagic = 0x64006400, kNibbleOffset = 0x64086408;  // 1024, 1032
+  static constexpr float kUnits = 0x1p24f, kTimes = 1.0f;
 };
 
-// (word & mask) | magic and (word & mask) ^ magic in one instruction; the compiler splits it if both are constants.
-__device__ inline uint32_t and_or(uint32_t word, uint32_t mask, uint32_t magic) {
+// (word & mask) ^ flipped in one instruction; the compiler splits it if both are constants.
+__device__ inline uint32_t and_xor(uint32_t word, uint32_t mask, uint32_t flipped) {
   uint32_t made;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(made) : "r"(word), "r"(mask), "r"(magic));
-  return made;
-}
-__device__ inline uint32_t and_xor(uint32_t word, uint32_t mask, uint32_t magic) {
-  uint32_t made;
-  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(made) : "r"(word), "r"(mask), "r"(magic));
+  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(made) : "r"(word), "r"(mask), "r"(flipped));
   return made;
 }
 
-template <typename T>
-__device__ inline uint32_t subtract_pairs(uint32_t a, uint32_t b) {
-  using Both = typename Packed<T>::Pair;
-  const Both made = __hsub2(reinterpret_cast<const Both&>(a), reinterpret_cast<const Both&>(b));
-  return reinterpret_cast<const uint32_t&>(made);
+// Four bytes of a (0 to 3) and b (4 to 7); 8 + i is a byte of the sign bits of byte i.
+__device__ inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t made;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(made) : "r"(a), "r"(b), "r"(selector));
+  return made;
 }
 
-// Scale of a matrix column in a K step. is_narrow: the dtype of x represents it, so that packed multiplication rounds once, too.
-template <typename T>
+// Scale of a matrix column in a K step. In a pair of int4 codes the even one is in bits 3 to 6, the odd one in bits 4 to 7.
+template <int kBits, typename T>
 struct Scale {
+  static constexpr float kEven = kBits == 8 ? 1.0f : 0x1p-3f, kOdd = kBits == 8 ? 1.0f : 0x1p-4f;
+  static constexpr float kOffset = kBits == 8 ? 128.0f : 8.0f;
+
   float value;
-  uint32_t pair;
+  uint32_t factor, offset;  // of the packed form
+  bool is_packed;           // both are exact
 
-  __device__ explicit Scale(float given) : value(given), pair(Pair<T>::pack(given, given)) {}
-  __device__ bool is_narrow() const { return Pair<T>::unpack(pair).x == value; }
+  __device__ explicit Scale(float given) : value(given) {
+    const float even = given * (kEven * Packed<T>::kUnits) * Packed<T>::kTimes;
+    const float odd = given * (kOdd * Packed<T>::kUnits) * Packed<T>::kTimes;
+    factor = Pair<T>::pack(even, odd);
+    offset = Pair<T>::pack(-kOffset * given, -kOffset * given);
+    // The difference of two infinities is NaN.
+    is_packed = Pair<T>::unpack(factor).x - even == 0.0f && Pair<T>::unpack(offset).x == -kOffset * given;
+  }
 
-  // Values of two codes.
-  template <bool kNarrow>
-  __device__ uint32_t times(uint32_t codes) const {
-    if constexpr (kNarrow) {
+  // Values of two codes in linear bits.
+  template <bool kPacked>
+  __device__ uint32_t times(uint32_t bits) const {
+    if constexpr (kPacked) {
       using Both = typename Packed<T>::Pair;
-      const Both made = __hmul2(reinterpret_cast<const Both&>(codes), reinterpret_cast<const Both&>(pair));
+      const Both made = __hfma2(reinterpret_cast<const Both&>(bits), reinterpret_cast<const Both&>(factor),
+                                reinterpret_cast<const Both&>(offset));
       return reinterpret_cast<const uint32_t&>(made);
     } else {
-      const float2 both = Pair<T>::unpack(codes);
-      return Pair<T>::pack(__fmul_rn(both.x, value), __fmul_rn(both.y, value));
+      return Pair<T>::pack(__fmul_rn(code_of<kBits == 8 ? 23 : 20>(bits, 0x7640), value),
+                           __fmul_rn(code_of<kBits == 8 ? 23 : 19>(bits, 0x7642), value));
     }
   }
+
+ private:
+  // A code in float32: its bits become the last bits of 2^kPower, where they have the code's place.
+  template <int kPower>
+  static __device__ float code_of(uint32_t bits, uint32_t selector) {
+    constexpr uint32_t kMagic = (127 + kPower) << 23;
+    static_assert(kMagic % (1 << 16) == 0, "bits are in the low byte");
+    return __uint_as_float(__byte_perm(bits, kMagic, selector)) - (kOffset + (1 << kPower));
+  }
 };
-
-// Two int8 codes, the bytes `first` and `first` + 1 of a word, as elements of T. Seven bits of a code and the magic are one element; its
-// sign bit and the magic are 2^7 or 2^8 (bfloat16), 2^10 or 2^10 + 2^7 (float16). Their difference is the code.
-template <typename T>
-__device__ inline uint32_t codes_of_int8(uint32_t word, int first) {
-  const uint32_t apart = __byte_perm(word, 0, first == 0 ? 0x4140 : 0x4342);
-  return subtract_pairs<T>(and_or(apart, 0x007F007F, Packed<T>::kMagic), and_or(apart, 0x00800080, Packed<T>::kMagic));
-}
-
-// Two int4 codes, bits 0 to 3 and 16 to 19 of a word. Flipping their sign bits adds 8.
-template <typename T>
-__device__ inline uint32_t codes_of_int4(uint32_t nibbles) {
-  return subtract_pairs<T>(and_xor(nibbles, 0x000F000F, Packed<T>::kNibbleOffset), Packed<T>::kNibbleOffset);
-}
 
 // Mainloop of a consumer warp.
 template <pmo_grouped_result kEpilogue, int kBits, bool kGrouped, typename T>
 struct Mainloop {
   static constexpr bool kGated = kEpilogue == PMO_GROUPED_GATED;
+  static constexpr int kToHalf = kGated ? kBoxOfCodes<kBits> : 8 * kRowBytes<kBits>;
+  using ScaleOf = Scale<kBits, T>;
 
   const FewRowsParams& p;
   Shared<kBits>& shared;
@@ -149,102 +160,185 @@ struct Mainloop {
   const int warp;
   PipelineState<kStages<kBits>> state = {};
 
-  // Box of the warp's columns 0 to 7 (half 0) and 8 to 15 (half 1), and column `row` of them in it.
-  __device__ int box_of(int half) const { return kGated ? half : warp / 4; }
-  __device__ int column_of(int half, int row) const { return kGated ? 8 * warp + row : warp % 4 * 16 + 8 * half + row; }
+  // Box of the warp's columns, and column `row` of the first eight in it; the others, half 1, are kToHalf bytes further.
+  __device__ int box() const { return kGated ? 0 : warp / 4; }
+  __device__ int column(int row) const { return (kGated ? 8 * warp : warp % 4 * 16) + row; }
 
-  // d = W^T X^T of the warp's 16 columns and 8 kTiles rows.
-  template <int kTiles>
+  // d = W^T X^T of the warp's 16 columns and the tile's rows, rounded up to kRows.
+  template <int kRows>
   __device__ void run(float (&d)[kFewRowsAccumulators / 2], const SwapAbTile& tile) {
     const float* scales[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int at = box_column<kEpilogue>(p, tile, box_of(half)) + column_of(half, threadIdx.x % kWarpSize / 4);
-      scales[half] = p.matrix_scales + (int64_t{tile.expert} * p.outer + min(at, p.outer - 1)) * (kGrouped ? p.k_blocks : 1);
+      const int in_box = column(threadIdx.x % kWarpSize / 4) + (kGated ? 0 : 8 * half);
+      const int at = min(box_column<kEpilogue>(p, tile, kGated ? half : box()) + in_box, p.outer - 1);
+      scales[half] = p.matrix_scales + (int64_t{tile.expert} * p.outer + at) * (kGrouped ? p.k_blocks : 1);
     }
-    float next[2] = {__ldg(scales[0]), __ldg(scales[1])};
+    ScaleOf scale[2] = {ScaleOf(__ldg(scales[0])), ScaleOf(__ldg(scales[1]))};
+    bool is_packed = are_packed(scale);
 #pragma unroll
     for (float& each : d) each = 0.0f;
 #pragma unroll 1
     for (int step = 0; step < p.k_blocks; ++step) {
-      const Scale<T> scale[2] = {Scale<T>(next[0]), Scale<T>(next[1])};
+      float next[2];
       if constexpr (kGrouped) {
         const int following = min(step + 1, p.k_blocks - 1);
 #pragma unroll
         for (int half = 0; half < 2; ++half) next[half] = __ldg(scales[half] + following);
       }
       mbarrier_wait_parity(&shared.full[state.stage], state.phase);
-      if (__all_sync(kAllLanes, scale[0].is_narrow() && scale[1].is_narrow())) {
-        multiply<kTiles, true>(d, scale);
+      if constexpr (kUsesWgmma<kBits, kRows>) {
+        multiply_by_warpgroup<kRows>(d, scale, is_packed);
+      } else if (is_packed) {
+        multiply_by_warp<kRows, true>(d, scale);
       } else {
-        multiply<kTiles, false>(d, scale);
+        multiply_by_warp<kRows, false>(d, scale);
       }
       __syncwarp();
       if (elect_sync()) mbarrier_arrive(&shared.empty[state.stage]);
       state.advance();
+      if constexpr (kGrouped) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) scale[half] = ScaleOf(next[half]);
+        is_packed = are_packed(scale);
+      }
     }
   }
 
  private:
-  // All MMAs of a stage, 32 of K at a time.
-  template <int kTiles, bool kNarrow>
-  __device__ void multiply(float (&d)[kFewRowsAccumulators / 2], const Scale<T> (&scale)[2]) const {
+  static constexpr int kParts = kIntTileK / 32;  // of a stage
+
+  // Codes of a part of both halves. int8: four codes in the first 16 of K, then in the others. int4: a word of eight codes.
+  struct Codes {
+    uint32_t words[kBits / 4][2];
+  };
+
+  // Operand A of a part: in 16 of K, then in the others.
+  struct Values {
+    uint32_t a[2][4];
+  };
+
+  // True if the packed form suits all scales of the warp.
+  __device__ static bool are_packed(const ScaleOf (&scale)[2]) {
+    return __all_sync(kAllLanes, scale[0].is_packed && scale[1].is_packed);
+  }
+
+  // All MMAs of a stage by mma.sync.
+  template <int kRows, bool kPacked>
+  __device__ void multiply_by_warp(float (&d)[kFewRowsAccumulators / 2], const ScaleOf (&scale)[2]) const {
+    // Chunks of X are swizzled in pairs.
     const int lane = threadIdx.x % kWarpSize, row = lane / 4, quad = lane % 4;
+    const uint32_t rows = stages.rows(state.stage) + row * 128 + (quad / 2 ^ row % 4 * 2) * 16 + quad % 2 * 8;
 #pragma unroll
-    for (int k = 0; k < kIntTileK / 16; k += 2) {
-      uint32_t codes[4];  // of both halves in the first 16 of K, then in the others
-      load_codes_of(k, codes);
+    for (int part = 0; part < kParts; ++part) {
+      Codes codes;
+      load_neighbours(part, codes);
+      Values values;
+      convert<kPacked>(values, codes, scale);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        uint32_t a[4];
-        values_of<kNarrow>(a, 0, codes[2 * i], scale[0]);
-        values_of<kNarrow>(a, 1, codes[2 * i + 1], scale[1]);
-        // Rows of 128 bytes, their chunks swizzled in pairs.
-        const int chunk = (2 * ((k + i) % 4) + quad / 2) ^ row % 4 * 2;
-        const uint32_t rows = stages.rows(state.stage) + (k + i) / 4 * (kFewRows * 128) + row * 128 + chunk * 16 + quad % 2 * 8;
+      for (int n = 0; n < kRows / 8; ++n) {
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-          const uint2 b = ld_shared_v2(rows + n * 8 * 128);
-          if constexpr (kBits == 8) {
-            mma_m16n8k16<T>(d, 4 * n, a, b.x, b.y);
-          } else {
-            mma_m16n8k16<T>(d, 4 * n, a, __byte_perm(b.x, b.y, 0x5410), __byte_perm(b.x, b.y, 0x7632));
-          }
+        for (int i = 0; i < 2; ++i) {
+          const uint2 b = ld_shared_v2((rows ^ (part % 2 * 64 + i * 32)) + part / 2 * (kFewRows * 128) + n * 8 * 128);
+          mma_m16n8k16<T>(d, 4 * n, values.a[i], b.x, b.y);
         }
       }
     }
   }
 
-  // Four codes of each half from 16 k + 4 (l % 4) on, and 16 further: a word of int8, or 16 bits of int4.
-  __device__ void load_codes_of(int k, uint32_t (&codes)[4]) const {
+  // All MMAs of a stage by wgmma. Warps of a warpgroup may differ in is_packed.
+  template <int kRows>
+  __device__ void multiply_by_warpgroup(float (&d)[kFewRowsAccumulators / 2], const ScaleOf (&scale)[2], bool is_packed) const {
+    fence_proxy_async();
+    Values values[2];
+    Codes codes[2];
+    load_in_order(0, codes[0]);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      Values& made = values[part % 2];
+      if (part + 1 < kParts) load_in_order(part + 1, codes[(part + 1) % 2]);
+      if (is_packed) {
+        convert<true>(made, codes[part % 2], scale);
+      } else {
+        convert<false>(made, codes[part % 2], scale);
+      }
+      // Boxes of 64 columns of X.
+      const uint64_t b = smem_descriptor(stages.rows(state.stage) + part / 2 * (kFewRows * 128), 0, 1024) + part % 2 * (64 >> 4);
+      wgmma_fence();
+      wgmma_m64k16_values<kRows, T>(d, made.a[0], b);
+      wgmma_m64k16_values<kRows, T>(d, made.a[1], b + (32 >> 4));
+      wgmma_commit_group();
+      if (part > 0) wgmma_wait_group<1>();  // the MMAs that read the other values
+    }
+    wgmma_wait_group<0>();
+    register_fence(d);
+  }
+
+  // Codes 4 (l % 4) to 4 (l % 4) + 3 of 16.
+  __device__ void load_neighbours(int part, Codes& codes) const {
     const int lane = threadIdx.x % kWarpSize;
-    const uint32_t base = stages.matrix(state.stage);
-    if constexpr (kBits == 8) {
-      const int matrix = lane / 8, row = lane % 8, half = matrix % 2;
-      const uint32_t column = base + box_of(half) * kBoxOfCodes<kBits> + column_of(half, row) * kRowBytes<kBits>;
-      ldmatrix_x4(column + ((k + matrix / 2) ^ row) * 16, codes);  // 128-byte swizzle
-    } else {
+    const uint32_t first = stages.matrix(state.stage) + box() * kBoxOfCodes<kBits>;
+    if constexpr (kBits == 8) {  // 128-byte swizzle
+      const int matrix = lane / 8, row = lane % 8;
+      const uint32_t at = first + matrix % 2 * kToHalf + column(row) * kRowBytes<kBits> + (matrix / 2 ^ row) * 16;
+      uint32_t words[4];
+      ldmatrix_x4(at ^ part * 32, words);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) codes.words[i / 2][i % 2] = words[i];
+    } else {  // 64-byte swizzle
+      const int row = lane / 4;
+      const uint32_t at = (first + column(row) * kRowBytes<kBits> + row / 2 * 16 + lane % 4 * 2) ^ part * 16;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = lane / 4;
-        const uint32_t column = base + box_of(half) * kBoxOfCodes<kBits> + column_of(half, row) * kRowBytes<kBits>;
-        const uint32_t chunk = column + (k / 2 ^ row / 2) * 16 + lane % 4 * 2;  // 64-byte swizzle
-        codes[half] = ld_shared_u16(chunk);
-        codes[2 + half] = ld_shared_u16(chunk + 8);
+        codes.words[0][half] = __byte_perm(ld_shared_u16(at + half * kToHalf), ld_shared_u16(at + half * kToHalf + 8), 0x5410);
       }
     }
   }
 
-  // Words `half` and `half` + 2 of operand A. int4: the first has the even codes, the second the odd ones.
-  template <bool kNarrow>
-  __device__ static void values_of(uint32_t (&a)[4], int half, uint32_t codes, const Scale<T>& scale) {
-    if constexpr (kBits == 8) {
-      a[half] = scale.template times<kNarrow>(codes_of_int8<T>(codes, 0));
-      a[2 + half] = scale.template times<kNarrow>(codes_of_int8<T>(codes, 2));
-    } else {
-      const uint32_t apart = __byte_perm(codes, 0, 0x4140);
-      a[half] = scale.template times<kNarrow>(codes_of_int4<T>(apart));
-      a[2 + half] = scale.template times<kNarrow>(codes_of_int4<T>(apart >> 4));
+  // Codes 2 (l % 4) and the next one of 16, and those 8 further.
+  __device__ void load_in_order(int part, Codes& codes) const {
+    const int lane = threadIdx.x % kWarpSize, row = lane / 4, quad = lane % 4;
+    const uint32_t first = stages.matrix(state.stage) + box() * kBoxOfCodes<kBits> + column(row) * kRowBytes<kBits>;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if constexpr (kBits == 8) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint32_t at = ((first + row * 16 + 2 * quad) ^ (part * 32 + i * 16)) + half * kToHalf;
+          codes.words[i][half] = __byte_perm(ld_shared_u16(at), ld_shared_u16(at + 8), 0x5410);
+        }
+      } else {
+        const uint4 chunk = ld_shared_v4(((first + row / 2 * 16) ^ part * 16) + half * kToHalf);
+        const uint32_t selector = 0x40 + 0x11 * quad;  // bytes l % 4 and l % 4 + 4 of eight
+        codes.words[0][half] =
+            __byte_perm(__byte_perm(chunk.x, chunk.y, selector), __byte_perm(chunk.z, chunk.w, selector), 0x5410);
+      }
+    }
+  }
+
+  template <bool kPacked>
+  __device__ static void convert(Values& values, const Codes& codes, const ScaleOf (&scale)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t bits[4];  // two codes each, in linear bits
+      if constexpr (kBits == 8) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint32_t flipped = codes.words[i][half] ^ 0x80808080;
+          bits[2 * i] = permute_bytes(flipped, 0, 0x4140);
+          bits[2 * i + 1] = permute_bytes(flipped, 0, 0x4342);
+        }
+      } else {  // bytes of zeros from sign bits of the even codes' bytes
+        const uint32_t word = codes.words[0][half];
+        const uint32_t even = and_xor(word << 3, 0x78787878, 0x40404040), odd = and_xor(word, 0xF0F0F0F0, 0x80808080);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) bits[i] = permute_bytes(even, odd, 0x8480 + 0x0101 * i);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        values.a[i][half] = scale[half].template times<kPacked>(bits[2 * i]);
+        values.a[i][2 + half] = scale[half].template times<kPacked>(bits[2 * i + 1]);
+      }
     }
   }
 };
@@ -300,13 +394,13 @@ __device__ inline void consume_codes(const FewRowsParams& p, Shared<kBits>& shar
     const TileRowWeights weights = few_row_weights<kEpilogue>(p, tile);
     float d[kFewRowsAccumulators / 2];
     if (tile.rows <= 8) {
-      mainloop.template run<1>(d, tile);
-    } else if (tile.rows <= 16) {
-      mainloop.template run<2>(d, tile);
-    } else if (tile.rows <= 32) {
-      mainloop.template run<4>(d, tile);
-    } else {
       mainloop.template run<8>(d, tile);
+    } else if (tile.rows <= 16) {
+      mainloop.template run<16>(d, tile);
+    } else if (tile.rows <= 32) {
+      mainloop.template run<32>(d, tile);
+    } else {
+      mainloop.template run<64>(d, tile);
     }
     store_int_tile<kEpilogue, T>(p, d, tile, weights, stages, warp / 4, which);
   });
@@ -328,7 +422,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) grouped_gemm_few_rows_
     load_codes<kEpilogue, kBits>(p, shared, stages);
   } else {
     wait_for_previous_kernel();
-    copy_rows<kIntTileK / kTileK, RowSwizzle::kPairs, kStages<kBits>>(p, shared, stages, kFewRowsColumns<kEpilogue>);
+    copy_rows<kIntTileK / kTileK, kStages<kBits>>(p, shared, stages, kFewRowsColumns<kEpilogue>, kMostOfWarps<kBits>);
   }
 #endif
 }

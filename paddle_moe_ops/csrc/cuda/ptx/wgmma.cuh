@@ -110,6 +110,35 @@ __device__ inline void wgmma_m64k16(float (&d)[kCount], uint64_t a, uint64_t b, 
 #undef PMO_WGMMA_N
 #undef PMO_WGMMA
 
+// wgmma.mma_async m64 n<kN> k16 with operand A in registers and K-major B in shared memory: d += A B. Words of lane l of warp w: rows
+// 16 w + l / 4 (a[0], a[2]) and 8 further (a[1], a[3]), elements l % 4 * 2 and the next one along K (a[0], a[1]), and those 8 further.
+// kN is 32 or 64.
+// clang-format off
+#define PMO_WGMMA_VALUES(N, TYPE, A0, A1, A2, A3, B) \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" PMO_REGISTERS_##N \
+               "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", 1, 1, 1, 0;" \
+               : PMO_ACCUMULATORS_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#define PMO_WGMMA_VALUES_N(N, A0, A1, A2, A3, B) \
+  if constexpr (kN == N) { \
+    if constexpr (std::is_same_v<T, __half>) { \
+      PMO_WGMMA_VALUES(N, "f16", A0, A1, A2, A3, B); \
+    } else { \
+      PMO_WGMMA_VALUES(N, "bf16", A0, A1, A2, A3, B); \
+    } \
+  }
+// clang-format on
+
+template <int kN, typename T, int kCount>
+__device__ inline void wgmma_m64k16_values(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b) {
+  static_assert((kN == 32 || kN == 64) && kN / 2 <= kCount);
+  constexpr int kFirst = 0;
+  PMO_WGMMA_VALUES_N(32, 16, 17, 18, 19, 20)
+  PMO_WGMMA_VALUES_N(64, 32, 33, 34, 35, 36)
+}
+
+#undef PMO_WGMMA_VALUES_N
+#undef PMO_WGMMA_VALUES
+
 // wgmma.mma_async m64 n<kN> k32 for float8_e4m3fn, both operands K-major: d[kFirst ...] = A B, plus d if kScaleD is 1. Accumulator
 // layout as above. kN is 16, 32, 48, 64 or 128.
 // clang-format off
