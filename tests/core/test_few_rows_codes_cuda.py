@@ -173,6 +173,32 @@ def test_every_code_and_scales_of_every_size(core: Core, rng: np.random.Generato
     gemm.check(core)
 
 
+# Scales from which factors of packed arithmetic overflow, int8 and int4.
+PACKED_LIMITS = {BFLOAT16: (2.0**-5, 2.0**-2), FLOAT16: (2.0**-8, 2.0**-5)}
+
+
+@pytest.mark.parametrize("limit", ["below", "at", "subnormal", "below subnormal"])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize("format", MATRIX_FORMATS[:3])
+def test_every_code_with_scales_at_the_limits_of_packed_arithmetic(
+    core: Core, rng: np.random.Generator, format: str, dtype: np.dtype, limit: str
+) -> None:
+    """Scales are of one kind, so that warps below the limit keep to packed arithmetic; tiles for both kinds of MMA."""
+    gemm = Gemm(rng, GemmCase(ExpertRows([3, 9, 40]), 256, 128), Result.PLAIN, format, dtype)
+    gemm.codes = rng.integers(-128, 128, gemm.codes.shape).astype(np.int8)
+    most = PACKED_LIMITS[dtype][format != "int8"]
+    below = most * (1 - 2.0**-8 if dtype == BFLOAT16 else 1 - 2.0**-11)
+    subnormal = 2.0**-133 if dtype == BFLOAT16 else 2.0**-24
+    kinds = {
+        "below": [below, -below, most / 2, 0, 1.5 * subnormal * 2],
+        "at": [most, -most, 1.5 * most],
+        "subnormal": [subnormal, -subnormal, 5 * subnormal, 0],
+        "below subnormal": [subnormal / 2, subnormal / 16, 0.75 * subnormal],
+    }
+    gemm.scales = rng.choice(np.array(kinds[limit], np.float32), gemm.scales.shape)
+    gemm.check(core)
+
+
 @pytest.mark.parametrize("inner", [32, 96, 128, 160, 736, 768, 800, 1024, 1056])
 @FEW
 @BY_FORMAT
