@@ -17,11 +17,11 @@
 //
 // MMAs: few rows take mma.sync, so that a warp waits for no other; more rows wgmma, which reads X once for 64 columns.
 //
-// Order of K: the sum of an MMA does not depend on the order of its 16 elements. With int8 and mma.sync a lane takes four
-// neighbouring codes, which ldmatrix yields, and the four elements of X beside them.
+// Order of K: the sum of an MMA does not depend on the order of its 16 elements. With mma.sync a lane takes four neighbouring codes
+// and the four elements of X beside them; wgmma reads X in order.
 //
-// Work: 2 M K N FLOPs, and 5 (int8) or 7 (int4) instructions for four values, 14 or 16 if the dtype of x does not represent their
-// scale. Bytes: the codes of experts that have rows once from memory; X once per 128 columns, from the L2.
+// Work: 2 M K N FLOPs, and 5 (int8) or 6 (int4) instructions for four values, 17 or 18 if the packed form can't hold their scale
+// (Scale). Bytes: the codes of experts that have rows once from memory; X once per 128 columns, from the L2.
 #include "common/matrix_layout.h"
 #include "cuda/gemm/few_rows.cuh"
 #include "cuda/ptx/mma.cuh"
@@ -52,8 +52,6 @@ using Shared = FewRowsShared<kStages<kBits>, kWarps>;
 
 template <int kBits>
 constexpr int kMostOfWarps = kBits == 8 ? 32 : 16;  // rows of a tile that uses mma.sync
-template <int kBits, int kRows>
-constexpr bool kUsesWgmma = kRows > kMostOfWarps<kBits>;
 
 template <pmo_grouped_result kEpilogue, int kBits>
 __device__ inline void load_codes(const FewRowsParams& p, Shared<kBits>& shared, const Stages<kBits>& stages) {
@@ -187,7 +185,7 @@ struct Mainloop {
         for (int half = 0; half < 2; ++half) next[half] = __ldg(scales[half] + following);
       }
       mbarrier_wait_parity(&shared.full[state.stage], state.phase);
-      if constexpr (kUsesWgmma<kBits, kRows>) {
+      if constexpr (kRows > kMostOfWarps<kBits>) {
         multiply_by_warpgroup<kRows>(d, scale, is_packed);
       } else if (is_packed) {
         multiply_by_warp<kRows, true>(d, scale);
@@ -208,10 +206,8 @@ struct Mainloop {
  private:
   static constexpr int kParts = kIntTileK / 32;  // of a stage
 
-  // Codes of a part of both halves. int8: four codes in the first 16 of K, then in the others. int4: a word of eight codes.
-  struct Codes {
-    uint32_t words[kBits / 4][2];
-  };
+  // Codes of a part: a word of each half. int8: four codes in the first 16 of K, then in the others. int4: all eight codes.
+  using Codes = uint32_t[kBits / 2];
 
   // Operand A of a part: in 16 of K, then in the others.
   struct Values {
@@ -281,16 +277,13 @@ struct Mainloop {
     if constexpr (kBits == 8) {  // 128-byte swizzle
       const int matrix = lane / 8, row = lane % 8;
       const uint32_t at = first + matrix % 2 * kToHalf + column(row) * kRowBytes<kBits> + (matrix / 2 ^ row) * 16;
-      uint32_t words[4];
-      ldmatrix_x4(at ^ part * 32, words);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) codes.words[i / 2][i % 2] = words[i];
+      ldmatrix_x4(at ^ part * 32, codes);
     } else {  // 64-byte swizzle
       const int row = lane / 4;
       const uint32_t at = (first + column(row) * kRowBytes<kBits> + row / 2 * 16 + lane % 4 * 2) ^ part * 16;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        codes.words[0][half] = __byte_perm(ld_shared_u16(at + half * kToHalf), ld_shared_u16(at + half * kToHalf + 8), 0x5410);
+        codes[half] = __byte_perm(ld_shared_u16(at + half * kToHalf), ld_shared_u16(at + half * kToHalf + 8), 0x5410);
       }
     }
   }
@@ -305,13 +298,12 @@ struct Mainloop {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const uint32_t at = ((first + row * 16 + 2 * quad) ^ (part * 32 + i * 16)) + half * kToHalf;
-          codes.words[i][half] = __byte_perm(ld_shared_u16(at), ld_shared_u16(at + 8), 0x5410);
+          codes[2 * i + half] = __byte_perm(ld_shared_u16(at), ld_shared_u16(at + 8), 0x5410);
         }
       } else {
         const uint4 chunk = ld_shared_v4(((first + row / 2 * 16) ^ part * 16) + half * kToHalf);
         const uint32_t selector = 0x40 + 0x11 * quad;  // bytes l % 4 and l % 4 + 4 of eight
-        codes.words[0][half] =
-            __byte_perm(__byte_perm(chunk.x, chunk.y, selector), __byte_perm(chunk.z, chunk.w, selector), 0x5410);
+        codes[half] = __byte_perm(__byte_perm(chunk.x, chunk.y, selector), __byte_perm(chunk.z, chunk.w, selector), 0x5410);
       }
     }
   }
@@ -324,12 +316,12 @@ struct Mainloop {
       if constexpr (kBits == 8) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const uint32_t flipped = codes.words[i][half] ^ 0x80808080;
-          bits[2 * i] = permute_bytes(flipped, 0, 0x4140);
-          bits[2 * i + 1] = permute_bytes(flipped, 0, 0x4342);
+          const uint32_t flipped = codes[2 * i + half] ^ 0x80808080;
+          bits[2 * i] = __byte_perm(flipped, 0, 0x4140);
+          bits[2 * i + 1] = __byte_perm(flipped, 0, 0x4342);
         }
       } else {  // bytes of zeros from sign bits of the even codes' bytes
-        const uint32_t word = codes.words[0][half];
+        const uint32_t word = codes[half];
         const uint32_t even = and_xor(word << 3, 0x78787878, 0x40404040), odd = and_xor(word, 0xF0F0F0F0, 0x80808080);
 #pragma unroll
         for (int i = 0; i < 4; ++i) bits[i] = permute_bytes(even, odd, 0x8480 + 0x0101 * i);

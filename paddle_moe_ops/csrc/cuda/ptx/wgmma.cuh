@@ -80,12 +80,12 @@ __device__ inline uint64_t smem_descriptor(uint32_t address, uint32_t leading_of
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" PMO_REGISTERS_##N \
                "}, %" #A ", %" #B ", scale_d, 1, 1, %" #TRANS_A ", %" #TRANS_B ";\n}" \
                : PMO_ACCUMULATORS_##N : "l"(a), "l"(b), "n"(kTransA), "n"(kTransB), "r"(static_cast<int>(scale_d)))
-#define PMO_WGMMA_N(N, A, B, TRANS_A, TRANS_B, SCALE_D) \
+#define PMO_WGMMA_N(WGMMA, N, ...) \
   if constexpr (kN == N) { \
     if constexpr (std::is_same_v<T, __half>) { \
-      PMO_WGMMA(N, "f16", A, B, TRANS_A, TRANS_B, SCALE_D); \
+      WGMMA(N, "f16", __VA_ARGS__); \
     } else { \
-      PMO_WGMMA(N, "bf16", A, B, TRANS_A, TRANS_B, SCALE_D); \
+      WGMMA(N, "bf16", __VA_ARGS__); \
     } \
   }
 // clang-format on
@@ -93,21 +93,20 @@ __device__ inline uint64_t smem_descriptor(uint32_t address, uint32_t leading_of
 template <int kN, int kFirst, int kTransA, int kTransB, typename T, int kCount>
 __device__ inline void wgmma_m64k16(float (&d)[kCount], uint64_t a, uint64_t b, bool scale_d) {
   static_assert(kN % 16 == 0 && (kN <= 160 || kN == 192 || kN == 256) && kFirst + kN / 2 <= kCount);
-  PMO_WGMMA_N(16, 8, 9, 10, 11, 12)
-  PMO_WGMMA_N(32, 16, 17, 18, 19, 20)
-  PMO_WGMMA_N(48, 24, 25, 26, 27, 28)
-  PMO_WGMMA_N(64, 32, 33, 34, 35, 36)
-  PMO_WGMMA_N(80, 40, 41, 42, 43, 44)
-  PMO_WGMMA_N(96, 48, 49, 50, 51, 52)
-  PMO_WGMMA_N(112, 56, 57, 58, 59, 60)
-  PMO_WGMMA_N(128, 64, 65, 66, 67, 68)
-  PMO_WGMMA_N(144, 72, 73, 74, 75, 76)
-  PMO_WGMMA_N(160, 80, 81, 82, 83, 84)
-  PMO_WGMMA_N(192, 96, 97, 98, 99, 100)
-  PMO_WGMMA_N(256, 128, 129, 130, 131, 132)
+  PMO_WGMMA_N(PMO_WGMMA, 16, 8, 9, 10, 11, 12)
+  PMO_WGMMA_N(PMO_WGMMA, 32, 16, 17, 18, 19, 20)
+  PMO_WGMMA_N(PMO_WGMMA, 48, 24, 25, 26, 27, 28)
+  PMO_WGMMA_N(PMO_WGMMA, 64, 32, 33, 34, 35, 36)
+  PMO_WGMMA_N(PMO_WGMMA, 80, 40, 41, 42, 43, 44)
+  PMO_WGMMA_N(PMO_WGMMA, 96, 48, 49, 50, 51, 52)
+  PMO_WGMMA_N(PMO_WGMMA, 112, 56, 57, 58, 59, 60)
+  PMO_WGMMA_N(PMO_WGMMA, 128, 64, 65, 66, 67, 68)
+  PMO_WGMMA_N(PMO_WGMMA, 144, 72, 73, 74, 75, 76)
+  PMO_WGMMA_N(PMO_WGMMA, 160, 80, 81, 82, 83, 84)
+  PMO_WGMMA_N(PMO_WGMMA, 192, 96, 97, 98, 99, 100)
+  PMO_WGMMA_N(PMO_WGMMA, 256, 128, 129, 130, 131, 132)
 }
 
-#undef PMO_WGMMA_N
 #undef PMO_WGMMA
 
 // wgmma.mma_async m64 n<kN> k16 with operand A in registers and K-major B in shared memory: d += A B. Words of lane l of warp w: rows
@@ -118,26 +117,18 @@ __device__ inline void wgmma_m64k16(float (&d)[kCount], uint64_t a, uint64_t b, 
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" PMO_REGISTERS_##N \
                "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", 1, 1, 1, 0;" \
                : PMO_ACCUMULATORS_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-#define PMO_WGMMA_VALUES_N(N, A0, A1, A2, A3, B) \
-  if constexpr (kN == N) { \
-    if constexpr (std::is_same_v<T, __half>) { \
-      PMO_WGMMA_VALUES(N, "f16", A0, A1, A2, A3, B); \
-    } else { \
-      PMO_WGMMA_VALUES(N, "bf16", A0, A1, A2, A3, B); \
-    } \
-  }
 // clang-format on
 
 template <int kN, typename T, int kCount>
 __device__ inline void wgmma_m64k16_values(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b) {
   static_assert((kN == 32 || kN == 64) && kN / 2 <= kCount);
   constexpr int kFirst = 0;
-  PMO_WGMMA_VALUES_N(32, 16, 17, 18, 19, 20)
-  PMO_WGMMA_VALUES_N(64, 32, 33, 34, 35, 36)
+  PMO_WGMMA_N(PMO_WGMMA_VALUES, 32, 16, 17, 18, 19, 20)
+  PMO_WGMMA_N(PMO_WGMMA_VALUES, 64, 32, 33, 34, 35, 36)
 }
 
-#undef PMO_WGMMA_VALUES_N
 #undef PMO_WGMMA_VALUES
+#undef PMO_WGMMA_N
 
 // wgmma.mma_async m64 n<kN> k32 for float8_e4m3fn, both operands K-major: d[kFirst ...] = A B, plus d if kScaleD is 1. Accumulator
 // layout as above. kN is 16, 32, 48, 64 or 128.
