@@ -47,6 +47,9 @@ def arguments() -> dict[Any, dict[str, Any]]:
     probs = {"unzipped_prob": [ones([T]), ones([0]), ones([0])], "zipped_expertwise_rowmap": rowmap}
     slots = {"combine_weights": ones([T, K]), "scatter_index": ids.transpose([1, 0]), "expert_id": ids}
     slots |= {"combine_weights_grad": ones([T, K]), "k": K, "capacity": 4}
+    kept = {"combine_weights_out": ones([T, K]), "scatter_index": slots["scatter_index"], "y_grad": ones([E * 4, H])}
+    kept |= {"combine_weights_out_grad": ones([T, K]), "k": K, "capacity": 4, "use_pad": True}
+    kept |= dict.fromkeys(("scatter_index_rev", "expert_offset", "expert_nums_local"))
     counts = paddle.full([1], T, "int64")
     product = {"lhs": ones([T, H]), "rhs": ones([T, 3]), "batch_sizes": [2, 3], "trans_lhs": True}
     return {
@@ -74,6 +77,17 @@ def arguments() -> dict[Any, dict[str, Any]]:
         },
         incubate_backward.moe_gate_dispatch_grad: {**slots, "y_grad": ones([E * 4, H]), "use_pad": True},
         incubate_backward.moe_gate_dispatch_permute_grad: {**slots, "y_grad": ones([E, 1, 4, H]), "world_size": 1},
+        incubate_backward.moe_gate_dispatch_partial_nosoftmaxtopk_grad: {
+            **kept,
+            "expert_start_index": 0,
+            "expert_end_index": E,
+        },
+        incubate_backward.moe_combine_no_weight_grad: {
+            "x": ones([T * K, H]),
+            "combine_weight": ones([T, K]),
+            "scatter_index": ids,
+            "y_grad": ones([T, H]),
+        },
         incubate_auto.moe_gate_dispatch_auto: {**gate, "use_pad": True},
         incubate_auto.moe_gate_dispatch_auto_grad: {**slots, "y_grad": ones([E, 4, H]), "use_pad": True},
         incubate_auto.moe_combine_auto: combine,

@@ -318,6 +318,16 @@ FURTHER_BAD = [
         r"y_grad must be of shape \[num_local_experts, 2, 4, hidden\], but got \[3, 1, 4, 5\]",
     ),
     (
+        "moe_gate_dispatch_permute_grad",
+        lambda good: [*good, paddle.ones([3, 1, 4, 5]), paddle.ones([4, 2]), 2, -1, 1],
+        r"capacity must be from 0 to 2147483647, but got -1",
+    ),
+    (
+        "moe_gate_dispatch_permute_grad",
+        lambda good: [*good, paddle.ones([3, 1, 4, 5]), paddle.ones([4, 2]), 2, 4, 0],
+        r"world_size must be from 1 to 2147483647, but got 0",
+    ),
+    (
         "moe_gate_dispatch_auto_grad",
         lambda good: [*good, paddle.ones([12, 5]), paddle.ones([4, 2]), 2, 4, True],
         r"y_grad must be of shape \[num_experts, rows, hidden\], but got \[12, 5\]",
@@ -341,7 +351,7 @@ FURTHER_BAD = [
 
 
 @pytest.mark.parametrize(("name", "make", "text"), FURTHER_BAD, ids=[name for name, *_ in FURTHER_BAD])
-def test_gradients_of_another_shape(name, make, text):
+def test_gradients_and_sizes_that_do_not_fit(name, make, text):
     good = list(dispatched().values())[:3]
     with pytest.raises(ValueError, match=f"^{name}: {text}$"):
         getattr(_C_ops, name)(*make(good))

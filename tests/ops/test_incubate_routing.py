@@ -220,6 +220,7 @@ BAD = {
         "tokens_mask must be of shape",
     ),
     "moe_k": ("cal_aux_loss", lambda: (P(), C(), None, None, E, True, 0, 1e-6), ValueError, "moe_k must be from 1"),
+    "low": ("int_bincount", lambda: (C(), -(2**31) - 1, 3, "int64"), ValueError, "low must be from -2147483648"),
     "high": ("int_bincount", lambda: (C(), 3, 3, "int64"), ValueError, "high must be from 4"),
     "dtype": ("int_bincount", lambda: (C(), 0, 3, "float32"), TypeError, "dtype must be one of int32, int64"),
     "x": ("int_bincount", lambda: (P(), 0, 3, "int64"), TypeError, "x must be of dtype int32 or int64"),

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import threading
 from collections.abc import Iterator
+from types import ModuleType
 
 import paddle
 import paddle.incubate.nn.functional as F
@@ -153,6 +155,64 @@ def test_of_blocks_that_overlap_the_last_one_to_end_restores_paddle():
     assert patched_families() == ["gemm", "gshard"]
     second.__exit__(None, None, None)
     assert patched_families() == []
+
+
+class Watched(ModuleType):
+    """Paddle's module of operators, which calls a function in front of its first change."""
+
+    def __init__(self, before_change):
+        super().__init__("operators")
+        self.__dict__.update(before_change=before_change)
+
+    def __getattr__(self, name):
+        return getattr(_C_ops, name)
+
+    def __setattr__(self, name, value):
+        before_change, self.__dict__["before_change"] = self.before_change, lambda: None
+        before_change()
+        setattr(_C_ops, name, value)
+
+
+@pytest.mark.parametrize("change", ["patch_paddle", "unpatch_paddle", "enters a block", "leaves a block"])
+def test_a_block_of_another_thread_waits_until_a_change_is_complete(change, monkeypatch):
+    is_entered, is_changed = threading.Event(), threading.Event()
+    seen = []
+
+    def run_block():
+        with patched_paddle("gemm"):
+            seen.append(patched_families())
+            is_entered.set()
+            assert is_changed.wait(60)
+            seen.append(patched_families())
+
+    other = threading.Thread(target=run_block, daemon=True)
+
+    def start_other():
+        other.start()
+        assert not is_entered.wait(0.2)  # it waits for this thread
+
+    block = patched_paddle("gemm")
+    if change == "unpatch_paddle":
+        patch_paddle("gemm")
+    elif change == "leaves a block":
+        block.__enter__()
+    with monkeypatch.context() as patch:
+        patch.setattr(paddle, "_C_ops", Watched(start_other))
+        if change == "patch_paddle":
+            patch_paddle("gemm")
+        elif change == "unpatch_paddle":
+            unpatch_paddle("gemm")
+        elif change == "enters a block":
+            block.__enter__()
+        else:
+            block.__exit__(None, None, None)
+        assert is_entered.wait(60)
+        is_changed.set()
+        other.join(60)
+    if change == "enters a block":
+        block.__exit__(None, None, None)
+    assert seen == [["gemm"], ["gemm"]]
+    assert patched_families() == (["gemm"] if change == "patch_paddle" else [])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
