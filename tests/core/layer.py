@@ -151,6 +151,7 @@ class Layer(NamedTuple):
         has_codes: whether the passes receive the codes of the matrices.
         codes_format: of codes without float8 operands, which only the kernel for few rows reads.
         keeps: H between the passes.
+        clears_hidden: whether rows of no expert become zeros in H.
         accumulations: of the gradients of both matrices.
     """
 
@@ -167,6 +168,7 @@ class Layer(NamedTuple):
     keeps: Hidden = Hidden.KEEPS
     float8_wgrads: bool = False
     accumulations: tuple[Accumulation, Accumulation] = (Accumulation.OVERWRITES, Accumulation.OVERWRITES)
+    clears_hidden: bool = True
 
     @property
     def inner(self) -> int:
@@ -241,7 +243,7 @@ def _params(layer: Layer, x: NDArray, backward: int, **arrays: NDArray | None) -
         sizes_kind=RoutingKind.IDS32,
         offsets_kind=RoutingKind.IDS32,
         transpose=int(layer.transpose),
-        clears_hidden=1,
+        clears_hidden=int(layer.clears_hidden),
         gate_up_accumulation=layer.accumulations[0],
         down_accumulation=layer.accumulations[1],
         **_codes(layer, backward),

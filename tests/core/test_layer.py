@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from ..pairwise import in_turn, pairwise
 from .binding import Core
+from .guards import is_poison
 from .layer import BACKWARD, FORWARD, H200, Hidden, Results, plan_of
 from .layer_problems import BFLOAT16, Case, ExactLayer, RandomLayer, assert_near, assert_same, live_part
 from .operators.grouped_gemm import PING_PONG, SWAP_AB, Accumulation
@@ -166,15 +167,18 @@ def test_without_weights_rows_are_added_up_as_they_are(core: Core, rng: np.rando
         assert_same(live_part(problem.layer, problem.run(core, wanted=(True, True, True, False))), problem.due())
 
 
-def test_rows_of_no_expert_become_zeros_in_h(core: Core, rng: np.random.Generator) -> None:
-    problem = exact(rng, CASES["a static buffer with room"])
-    hidden = problem.run(core).hidden
-    of_experts = np.zeros(len(hidden), bool)
+@pytest.mark.parametrize("clears", [True, False], ids=["zeros", "as they were"])
+def test_rows_of_no_expert_in_h(core: Core, rng: np.random.Generator, clears: bool) -> None:
+    problem = exact(rng, CASES["a static buffer with room"], clears_hidden=clears)
+    made = problem.run(core)
+    of_experts = np.zeros(len(made.hidden), bool)
     plan = problem.layer.plan
     for first, size in zip(plan.expert_offsets, plan.tokens_per_expert, strict=False):
         of_experts[first : first + size] = True
-    assert 0 < of_experts.sum() < len(hidden)
-    assert not hidden[~of_experts].astype(np.float32).any()
+    assert 0 < of_experts.sum() < len(made.hidden)
+    others = made.hidden[~of_experts]
+    assert not others.astype(np.float32).any() if clears else is_poison(others)
+    assert_same(live_part(problem.layer, made), problem.due())
 
 
 @pytest.mark.parametrize("number", range(4), ids=["x", "gate_up", "down", "weights"])

@@ -14,6 +14,7 @@ from paddle_moe_ops import reference
 from ..pairwise import in_turn
 from ..reference.cases import assert_same_bits
 from .binding import Core
+from .guards import is_poison
 from .layer import BACKWARD, FORWARD, Hidden, Results, choices, plan_of
 from .layer_problems import BFLOAT16, Case, RandomLayer, assert_near, assert_same, live_part
 from .operators.grouped_gemm import AMAX_MIN, Accumulation
@@ -208,11 +209,14 @@ def test_nan_of_one_expert_stays_with_its_rows(
         assert np.isfinite(each.astype(np.float32)).all()
 
 
-def test_rows_of_no_expert_become_zeros_in_h(core: Core, rng: np.random.Generator) -> None:
-    problem = layer(rng, Case(20, 16, 128, buffer=100, alignment=4))
-    hidden, rows = problem.run(core).hidden, problem.layer.plan.row_to_token
+@pytest.mark.parametrize("clears", [True, False], ids=["zeros", "as they were"])
+def test_rows_of_no_expert_in_h(core: Core, rng: np.random.Generator, clears: bool) -> None:
+    problem = layer(rng, Case(20, 16, 128, buffer=100, alignment=4), clears_hidden=clears)
+    made, rows = problem.run(core), problem.layer.plan.row_to_token
     assert 0 < (rows < 0).sum() < len(rows)
-    assert not hidden[rows < 0].astype(np.float32).any()
+    others = made.hidden[rows < 0]
+    assert not others.astype(np.float32).any() if clears else is_poison(others)
+    assert_near(live_part(problem.layer, made), problem.due())
 
 
 @BY_WGRADS
