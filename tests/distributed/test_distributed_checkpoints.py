@@ -284,11 +284,11 @@ def test_paddle_loads_what_was_saved(uninterrupted, tmp_path):
 class Scales(nn.Layer):
     """Experts of a user's class, marked by hand."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, placement: list[int] | None = None) -> None:
         super().__init__()
         self.scales = self.create_parameter([4 // (1 if group is None else group.nranks), 3])
         self.register_buffer("count", paddle.to_tensor(3.0))
-        mark_expert_parameters(self, group=group)
+        mark_expert_parameters(self, group=group, placement=placement)
 
 
 def of_marked(folder: str, load: bool) -> NDArray:
@@ -313,6 +313,24 @@ def test_experts_of_a_users_class(tmp_path):
     assert float(layer.count) == 5.0
     for each in run(of_marked, 2, folder=folder, load=True):
         np.testing.assert_array_equal(each, whole)
+
+
+def save_copies(folder: str) -> None:
+    """Save experts that each of two groups has; a rank's experts do not follow each other."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    group = groups[dist.get_rank() // 2]
+    layer = Scales(group, [1, 0, 1, 0])
+    first = 1.0 - group.rank
+    layer.scales.set_value(np.array([[first] * 3, [first + 2] * 3], np.float32))
+    save_checkpoint(folder, layer)
+
+
+@pytest.mark.slow
+def test_groups_with_copies_of_experts_in_several_blocks_share_the_writing(tmp_path):
+    run(save_copies, 4, folder=str(tmp_path))
+    layer = Scales(None)
+    load_checkpoint(tmp_path, layer)
+    np.testing.assert_array_equal(layer.scales.numpy()[:, 0], [0, 1, 2, 3])
 
 
 def test_a_step_after_the_first_load_starts_states_that_were_not_saved(tmp_path):
