@@ -113,6 +113,20 @@ def test_fused_operators_of_paddle_count_where_they_run(run, times, monkeypatch)
     assert all("2.00*" in line for line in lines if line.startswith("MoELayer  "))
 
 
+def test_a_model_that_trains_with_the_package_alone_has_no_speed_beside(run, times, monkeypatch):
+    right = layer_calls.PlainBlock.forward
+
+    def without_gradient(self, x):
+        if paddle.is_grad_enabled():
+            raise NotImplementedError
+        return right(self, x)
+
+    monkeypatch.setattr(layer_calls.PlainBlock, "forward", without_gradient)
+    status, lines, rows = run()
+    assert (status, rows[-1]["operation"], rows[-1]["wrong"], rows[-1]["paddle"]) == (0, STEP[0], "", None)
+    assert not any("tokens per second, and" in line for line in lines)
+
+
 def test_the_plain_decoder_computes_the_same():
     paddle.seed(0)
     model = Decoder(layer_calls.DECODER)
