@@ -44,7 +44,9 @@ class _Move(NamedTuple):
 
 @without_gradients
 def move_experts(model: nn.Layer, placement: Any, optimizer: Any = None) -> None:
-    """Move the experts of a model's layers to other ranks, between two steps. All ranks must call it.
+    """Move the experts of a model's layers to other ranks, between two steps.
+
+    All ranks of the layers' group must call it; if layers have several groups, all ranks of the program.
 
     Parameters keep their identity and their names, and get another number of experts. The optimizer's accumulators and
     master weights move with them, so training goes on as if the experts had been there from the start. Layers are those

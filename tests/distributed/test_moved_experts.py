@@ -310,6 +310,21 @@ def test_experts_of_a_users_class_move():
     assert run(of_own_class, 2) == [[True, True, True, 2]] * 2
 
 
+def moved_in_two_groups() -> list[Any]:
+    """Whether a layer in a group of this rank alone stays as it is, and the placement of one that both ranks share."""
+    group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    alone, shared = (MoELayer(HIDDEN, INNER, EXPERTS, 2, group=each) for each in (group, dist.get_group(0)))
+    before = alone.experts.down.clone()
+    if group.ranks == [0]:
+        move_experts(alone, [0] * EXPERTS)
+    move_experts(nn.Sequential(alone, shared), {"1": APART})
+    return [paddle.equal_all(alone.experts.down, before).item(), shared.parallel.placement]
+
+
+def test_the_ranks_of_a_layers_group_call_and_those_of_several_groups_call_together():
+    assert run(moved_in_two_groups, 2) == [[True, tuple(APART)]] * 2
+
+
 def refused() -> list[str]:
     """The errors of moves on a rank, which change nothing."""
     program, rank = Run(APART), dist.get_rank()

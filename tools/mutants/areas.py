@@ -280,6 +280,7 @@ AREAS = {
         (
             *("own_transports", "plans", "transports", "deep_ep", "expert_parallel_errors", "expert_parallel"),
             *("expert_parallel_layer", "arguments_stay", "calls_of_ranks", "programs_that_differ"),
+            *("exchanges_in_flight", "exchange_handles"),
         ),
     ),
     "placement": _ranks(
