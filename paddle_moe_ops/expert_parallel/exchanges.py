@@ -92,9 +92,9 @@ class Exchange(NamedTuple):
     read: Tensors = ()
 
     def transposed(self) -> Exchange:
-        """Return the exchange of gradients."""
+        """Return the exchange of gradients; only that of a linear exchange has gradients, too."""
         there = self.there
-        return self._replace(there=self.back(), back=self.again or (lambda: there), again=self.back)
+        return Exchange(self.function, self.back(), self.again or (lambda: there))
 
 
 def exchanged(exchange: Exchange, *values: Tensor) -> Tensors:
