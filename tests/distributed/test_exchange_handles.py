@@ -26,6 +26,22 @@ from .test_expert_parallel_errors import caught
 pytestmark = pytest.mark.cpu_only
 
 
+def overlapped_without_some_gradients() -> list[bool]:
+    """Whether tensors want no gradient: x of a handle with gradients; x, and the result, of a handle without any."""
+    layer = Layer({"combine": "exact"}, True, TOKENS)
+    x, ids, probs = layer.batch(0)
+    handle = layer.parallel.dispatch(x, ids, probs.detach(), async_op=True)
+    found = [handle.overlapped(x.detach())]
+    received = handle.wait()
+    handle = layer.parallel.combine(layer.experts(received).detach(), received, async_op=True)
+    found += [handle.overlapped(x), handle.wait()]
+    return [each.stop_gradient for each in found]
+
+
+def test_overlapped_changes_no_tensor_that_wants_a_gradient():
+    assert run(overlapped_without_some_gradients, 2) == [[True, False, True]] * 2
+
+
 def misused(options: dict[str, Any]) -> dict[str, str]:
     with on_this_device():
         layer = Layer(options, True, TOKENS)
