@@ -71,6 +71,11 @@ def trainable(net: nn.Layer) -> list[paddle.Tensor]:
     return [each for each in net.parameters() if not each.stop_gradient]
 
 
+def freeze_dense(net: Net, freezes: bool) -> None:
+    for each in (*net.first.parameters(), *net.moe.router.parameters(), *net.last.parameters()):
+        each.stop_gradient = freezes
+
+
 def optimizer_of(name: str, parameters: Any, clip: Any) -> Any:
     """Momentum shows a wrong factor of a gradient at once; AdamW has more states."""
     return {
@@ -91,10 +96,14 @@ def with_fleet(
     turns: int = 1,
     main_grad: bool = False,
     freezes: bool = False,
+    freezes_dense: bool = False,
     overlaps: str = "",
     save: str = "",
 ) -> Any:
-    """The whole state before, the losses, and the state after, which is saved where ``save`` says."""
+    """The whole state before, the losses, and the state after, which is saved where ``save`` says.
+
+    With ``freezes_dense`` the experts alone are trained, although the optimizer has all parameters.
+    """
     topology = start_fleet(sharding, **degrees)
     group, rank = group_of_experts(topology, kind), paddle.distributed.get_rank()
     paddle.seed(7 if same_seed else group.ranks[0])
@@ -112,6 +121,7 @@ def with_fleet(
             patch.setattr(paddle.distributed, "reduce_scatter", reduced_and_scattered)
         made = optimizer_of(optimizer, trainable(net), clip)
         made = distributed_optimizer(mix_precision_utils.MixPrecisionOptimizer(made) if main_grad else made)
+        freeze_dense(net, freezes_dense)
         if overlaps:
             made._inner_opt._set_broadcast_overlap(True, net)
         start = arrays(gather_state_dict(net, group))
@@ -151,6 +161,7 @@ def assert_like_one_process(ranks: Any, degrees: dict[str, int], kind: str, toke
     net.moe.experts.down.stop_gradient = options.get("freezes", False)
     name, turns = options.get("optimizer", "Momentum"), options.get("turns", 1)
     optimizer = optimizer_of(name, trainable(net), nn.ClipGradByGlobalNorm(0.5))
+    freeze_dense(net, options.get("freezes_dense", False))
     losses = steps(net, optimizer, tokens, None, turns)
     np.testing.assert_allclose(np.sum([each for _, each, _ in got], 0), losses, rtol=1e-5)
     if "save" in options:
@@ -385,6 +396,12 @@ def test_groups_of_four_ranks_connect_at_their_first_exchange(custom_backend):
 def test_four_ranks_may_divide_each_parameter(ranks):
     options = {"sharding": {"split_param": True}, "main_grad": True, "optimizer": "AdamW"}
     assert_like_one_process(ranks, FOUR[EXPERTS], EXPERTS, (3, 0, 9, 4), **options)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.slow
+def test_dense_layers_may_be_frozen_later_where_fleet_divides_parameters(ranks):
+    assert_like_one_process(ranks, FOUR[SHARDING], SHARDING, (3, 0, 9, 4), freezes_dense=True, **DIVIDED)
 
 
 @pytest.mark.cpu_only

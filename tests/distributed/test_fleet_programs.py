@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
+from paddle.distributed import fleet
 from paddle.distributed.fleet.utils import mix_precision_utils
 from paddle.distributed.fleet.utils.sequence_parallel_utils import mark_as_sequence_parallel_parameter
 
@@ -72,6 +73,34 @@ def test_experts_that_a_step_does_not_use_stay_and_others_move_as_before(ranks, 
             assert not unused[name].any()
             assert np.abs(move).max() > 0.1
             np.testing.assert_array_equal(alone[name], move)
+
+
+def synchronised(degrees: dict[str, int], shares: bool) -> list[float]:
+    """Values of a bias, of a matrix and of experts after a step that copies the first and the last by their names."""
+    topology = start_fleet(**degrees)
+    rank, columns = topology.get_model_parallel_rank(), topology.get_model_parallel_group()
+    net = Net(columns if shares else topology.get_data_parallel_group())
+    for each in net.moe.router.parameters() if shares else ():
+        mark_as_sequence_parallel_parameter(each)
+    parameters = net.last.bias, net.last.weight, net.moe.experts.down
+    strategy = fleet.fleet._user_defined_strategy
+    strategy.hybrid_configs["mp_configs"].sync_param = True
+    strategy.sync_param_name = [parameters[0].name, parameters[2].name]
+    optimizer = distributed_optimizer(paddle.optimizer.SGD(0.0, parameters=net.parameters()))
+    for each in parameters:
+        each.set_value(paddle.full(each.shape, float(rank)))
+        each.grad = paddle.zeros_like(each)
+    optimizer.step()
+    return [float(each.mean()) for each in parameters]
+
+
+WITH_COPIES = pytest.param({"mp_degree": 2, "dp_degree": 2}, False, marks=pytest.mark.slow, id="copies of experts")
+
+
+@pytest.mark.parametrize(("degrees", "shares"), [pytest.param({"mp_degree": 2}, True, id="shared"), WITH_COPIES])
+def test_parameters_that_model_parallel_ranks_copy_are_those_that_all_of_them_have(ranks, degrees, shares):
+    first, second = ranks(2 * degrees.get("dp_degree", 1), synchronised, degrees=degrees, shares=shares)[-2:]
+    assert (first, second) == ([0, 0, 0], [0, 1, 1 if shares else 0])
 
 
 def moved(main_grad: bool, skipping: tuple[int, ...]) -> dict[str, Any]:

@@ -192,6 +192,12 @@ EQUIVALENT = (
     (r"expert_parallel/exchanges\.py", "arguments swapped", r"in_float32\(paddle\.add, ", "a sum of two"),
     (r"expert_parallel/streams\.py", "", r"priority=_HIGH_PRIORITY|^_HIGH_PRIORITY", "speed"),
     (r"expert_parallel/streams\.py", "", r"CUDAPlace\(", "the suites on a GPU see it"),
+    (
+        r"expert_parallel/loss_scaling\.py",
+        "opposite",
+        r"found_inf = paddle\.zeros_like\(",
+        "Paddle's operator overwrites it",
+    ),
     (r"expert_parallel/training\.py", "", r"BUCKET_BYTES =", "sizes of pieces"),
     (r"expert_parallel/training\.py", "keyword dropped", r"to_tensor\(\[state, ", "int64 is the default"),
     (r"expert_parallel/(training|fleet|fleet_optimizers)\.py", "elements swapped", r"for name in \(", "in any order"),
