@@ -350,13 +350,9 @@ def tokens_exchange(counts: Counts, step: Step, dtype: Any) -> Exchange:
     def back() -> LineLeg:
         return LineLeg(transport, received, sent, backward_step(step.call, Kind.DISPATCH_BACKWARD))
 
-    def again() -> LineLeg:
-        return LineLeg(transport, sent, received, backward_step(step.call, Kind.DISPATCH_BACKWARD))
-
-    there = LineLeg(transport, sent, received, step)
-    if counts.float8 is not None:
-        there = there._replace(before=before, after=after)
-    return Exchange(_DISPATCH, there, back, again)
+    plain = LineLeg(transport, sent, received, step)
+    there = plain if counts.float8 is None else plain._replace(before=before, after=after)
+    return Exchange(_DISPATCH, there, back, lambda: plain)
 
 
 def lines_of_ranks(x: Tensor, probs: Tensor, to_ranks: Plan) -> Tensors:
@@ -406,13 +402,9 @@ def rows_of_tokens(
         back_step = backward_step(step.call, Kind.DISPATCH_BACKWARD)
         return LineLeg(rows.transport, rows.sent, rows.received, back_step, by_rank, summed)
 
-    def again() -> LineLeg:
-        return there._replace(step=backward_step(step.call, Kind.DISPATCH_BACKWARD), before=lines_of, after=rows_of)
-
-    there = LineLeg(tokens.transport, tokens.sent, tokens.received, step, lines_of, rows_of)
-    if tokens.float8 is not None:
-        there = there._replace(before=encoded, after=decoded)
-    return Exchange(_DISPATCH, there, back, again)
+    plain = LineLeg(tokens.transport, tokens.sent, tokens.received, step, lines_of, rows_of)
+    there = plain if tokens.float8 is None else plain._replace(before=encoded, after=decoded)
+    return Exchange(_DISPATCH, there, back, lambda: plain)
 
 
 def say_that_this_rank_raises(transport: LineTransport, step: Step) -> None:

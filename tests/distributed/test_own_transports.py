@@ -154,6 +154,35 @@ def test_two_forward_passes_and_one_without_gradients_come_before_a_backward_pas
     assert_like_the_built_in_one(several_passes, kind)
 
 
+class Kinds(OverAllGather):
+    """A transport that notes the passes of the exchanges."""
+
+    def exchange(self, lines: paddle.Tensor, sent: Any, received: Any, step: Any) -> paddle.Tensor:
+        self.kinds = [*getattr(self, "kinds", ()), step.kind.text]
+        return super().exchange(lines, sent, received, step)
+
+
+def passes_of_second_order(combine: str) -> list[str]:
+    """The passes that differentiate the gradient of tokens."""
+    transport = Kinds()
+    parallel = ExpertParallel(4, combine=combine, transport=transport)
+    x, ids = paddle.ones([3, 8]), paddle.to_tensor([[0, 3], [2, 1], [1, 3]])
+    d_out = paddle.ones([3, 8])
+    x.stop_gradient = d_out.stop_gradient = False
+    received = parallel.dispatch(x, ids, paddle.ones([3, 2]))
+    rows = received.rows if combine == "exact" else received.tokens
+    (d_x,) = paddle.grad([parallel.combine(rows * 2, received)], [x], [d_out], create_graph=True)
+    transport.kinds = []
+    paddle.grad([d_x], [d_out])
+    return transport.kinds
+
+
+@pytest.mark.parametrize(("combine", "lines"), [("exact", 1), ("reduced", 2)])
+def test_passes_of_second_order_have_the_names_of_those_forward(combine, lines):
+    """With combine="reduced" probabilities travel with the tokens."""
+    assert run(passes_of_second_order, 2, combine=combine) == [["dispatch"] * lines + ["combine"]] * 2
+
+
 def second_order(options: dict[str, Any]) -> str:
     x, ep = paddle.ones([2, 4]), ExpertParallel(4, combine="reduced", **options)
     x.stop_gradient = False
