@@ -13,7 +13,6 @@ from paddle import Tensor, nn
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding_optimizer import (
     DygraphShardingOptimizerV2,
 )
-from paddle.distributed.fleet.meta_parallel import PipelineLayer
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2 import GroupShardedOptimizerStage2
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 from paddle.optimizer.lr import LRScheduler
@@ -56,9 +55,9 @@ def _shard_of(weight: ShardedWeight) -> Shard:
 
 
 def _weights_of(layer: nn.Layer) -> dict[str, ShardedWeight]:
-    """Return the weights of a model; layers in chunks of a pipeline have the numbers that one chunk would give them."""
+    """Return the weights of a model; layers in chunks of a `PipelineLayer` have the numbers of one chunk."""
     weights = sharded_state_in_pieces(layer)
-    if not isinstance(layer, PipelineLayer) or not getattr(layer, "_model_chunks", None):
+    if not getattr(layer, "_model_chunks", None):
         return weights
     tied = {each.local_tensor.name for name, each in weights.items() if name.startswith(_TIED)}
     named = {}

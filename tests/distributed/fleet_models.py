@@ -190,6 +190,13 @@ KINDS = {
 }
 
 
+class Nested(nn.Sequential):
+    """A dense layer whose names have two numbers, as those of chunks of a pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(HIDDEN, HIDDEN))
+
+
 def parts(group: Any, kind: str = "plain", blocks: int = 2, model: Any = None) -> list[Any]:
     """The layers of a model, as those of a pipeline.
 
@@ -203,7 +210,7 @@ def parts(group: Any, kind: str = "plain", blocks: int = 2, model: Any = None) -
     made = [LayerDesc(KINDS.get(kind, Block), group, *[model] * (kind == "split")) for _ in range(blocks)]
     if kind in ("residual", "deferred"):
         return made
-    first, last = (LayerDesc(nn.Linear, HIDDEN, HIDDEN) for _ in range(2))
+    first, last = LayerDesc(Nested), LayerDesc(nn.Linear, HIDDEN, HIDDEN)
     if kind == "balanced":
         last = LayerDesc(OfFirst)
     if kind == "late":
