@@ -319,7 +319,10 @@ AREAS = {
     ),
     "checkpoints": _ranks(
         ("blocks", "distributed_checkpoint", "group_sharded", "shards", "tensor_files"),
-        ("blocks", "distributed_checkpoints", "distributed_checkpoint_errors", "group_sharded", "fleet_grids"),
+        (
+            *("blocks", "distributed_checkpoints", "distributed_checkpoint_errors", "group_sharded", "fleet_grids"),
+            "restarts",
+        ),
         runs_slow=True,
     ),
     "integrations": Area(
