@@ -323,6 +323,8 @@ def marks_of_a_device(options: dict[str, Any]) -> dict[str, Any]:
         for layer, each in program.ordered(received):
             outs[layer] = program.layers[layer].combine(rows_of(each), each)
         found["combine"] = [bool(paddle.isnan(each).all()) for each in outs]
+        copies = [] if is_static else [copy.deepcopy(each) for each in program.layers]
+        found["copies"] = [caught(lambda ep=ep: ep.dispatch(x, program.ids, program.probs)) for ep in copies]
         found["after combine"] = [] if is_static else program.next_dispatches(x)
         received = [program.dispatched(layer, x) for layer in range(2)]
         outs = [program.layers[layer].combine(rows_of(each), each) for layer, each in enumerate(received)]
@@ -353,6 +355,7 @@ def test_a_device_makes_calls_in_another_order_nan_and_the_next_dispatch_raises(
         if "tokens_per_rank" in options:
             assert found["dispatch"] == [True, True]
             continue
+        assert found["copies"] == ["nothing was raised"] * 2
         for kind in ("combine", "backward"):
             for text in found[f"after {kind}"]:
                 assert text.startswith(f"RuntimeError: {IN_ORDER}rank 0 is in "), text

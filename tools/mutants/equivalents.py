@@ -135,6 +135,12 @@ EQUIVALENT = (
         "the words before them say that this rank raised, so nothing reads them",
     ),
     (
+        r"expert_parallel/alltoall\.py",
+        "constant",
+        r"records = filled\(",
+        "`rank_plan` writes all that `rank_records` reads, also into memory of earlier calls",
+    ),
+    (
         r"expert_parallel/agreement\.py",
         "comparison",
         r"group\.rank < 0 and group\.ranks ==",
