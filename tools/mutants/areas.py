@@ -339,8 +339,16 @@ AREAS = {
         ("paddle_moe_ops/csrc/layer/*.cc",),
         _tests("core", "layer", "layer_codes", "layer_float8", "layer_plan"),
     ),
+    # grouped_checks and float8_checks of common are those of kernels of a GPU, which have no twins on a CPU.
     "csrc_cpu": Area(
-        ("paddle_moe_ops/csrc/cpu/*.cc", "paddle_moe_ops/csrc/common/*.cc"),
+        (
+            "paddle_moe_ops/csrc/cpu/*.cc",
+            *(f"paddle_moe_ops/csrc/common/{name}.cc" for name in ("checks", "chunks", "findings", "status")),
+            *(
+                f"paddle_moe_ops/csrc/common/{name}_checks.cc"
+                for name in ("grouped_row", "index_add", "paddle_float8", "rank", "sample")
+            ),
+        ),
         ("tests/core/test_*.py",),
     ),
     "reference": Area(("paddle_moe_ops/reference/*.py",), ("tests/reference/test_*.py",)),
