@@ -65,6 +65,16 @@ def test_matrices_in_lists_have_the_codes_of_stacked_ones(format, rng, place):
         assert_bits_equal(one.scales, other.scales, what="scales")
 
 
+@BY_FORMAT
+def test_codes_and_scales_of_parameters_have_no_graph(format, place):
+    parameters = [tensor(np.ones(shape, np.float32), place) for shape in ((2, 32, 64), (2, 32, 32))]
+    for each in parameters:
+        each.stop_gradient = False
+    for made in quantize_experts(*parameters, format=format):
+        assert made.codes.stop_gradient
+        assert made.scales.stop_gradient
+
+
 @pytest.mark.cpu_only
 @pytest.mark.parametrize(
     ("format", "algorithm", "group"), [("int8", "int8", -1), ("int4", "int4", -1), ("int4_1x128", "int4", 128)]
@@ -252,6 +262,11 @@ BAD_CALLS = {
         lambda a: {"down": changed(a["down"], transpose=True)},
         ValueError,
         "moe_mlp: down.transpose must be False, as that of gate_up, but got True",
+    ),
+    "layout": (
+        lambda a: {"gate_up": changed(a["gate_up"], transpose=1)},
+        TypeError,
+        "moe_mlp: gate_up.transpose must be a bool, but got 1 of type int",
     ),
     "transpose": (
         lambda a: {"transpose": True},

@@ -200,10 +200,11 @@ AREAS = {
         (
             *_tests("ops", "quantized_matrices", "quantize"),
             *_tests("ops", "moe_mlp", "lists_of_matrices", "biases", "activations", "quick_calls", "every_argument"),
-            *_tests("ops", "float8_mlp", "float8_hidden", "float8_operator", "expert_operators", "memory"),
+            *_tests("ops", "float8_activations", "float8_mlp", "float8_hidden", "float8_operator", "expert_operators"),
+            *_tests("ops", "memory"),
             *_tests("ops", "bad_arguments", "side_by_side", "amp_recompute", "explain_layer"),
             *_tests("static", "expert_programs", "float8_programs"),
-            *_tests("scenarios", "messages"),
+            *_tests("scenarios", "float8_wgrads", "messages"),
         ),
     ),
     "float8_layer": Area(
