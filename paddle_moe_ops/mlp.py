@@ -274,7 +274,7 @@ def prepared(
     options = activation, transpose, weights_by, keep, workspace_mb, accumulate, compute, defer_dw
     casts = paddle.amp.is_autocast_enabled()
     signature = _signature(x, plan, probs, gate_up, down, biases, (*options, casts))
-    if signature is None or signature not in _passed:
+    if signature not in _passed:  # None never is
         plan = _check(x, plan, probs, gate_up, down, biases, options)
         if signature is not None:
             if len(_passed) >= _PASSED_KEPT:
