@@ -27,7 +27,7 @@ pytestmark = pytest.mark.cpu_only
 
 
 def overlapped_without_some_gradients() -> list[bool]:
-    """Whether tensors want no gradient: x of a handle with gradients; x, and the result, of a handle without any."""
+    """Flags of tensors without a gradient: x of a handle with gradients; x, and the result, of a handle without any."""
     layer = Layer({"combine": "exact"}, True, TOKENS)
     x, ids, probs = layer.batch(0)
     handle = layer.parallel.dispatch(x, ids, probs.detach(), async_op=True)

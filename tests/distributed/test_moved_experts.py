@@ -311,7 +311,7 @@ def test_experts_of_a_users_class_move():
 
 
 def moved_in_two_groups() -> list[Any]:
-    """Whether a layer in a group of this rank alone stays as it is, and the placement of one that both ranks share."""
+    """True if a layer in a group of this rank alone stays as it is, and the placement of one that both ranks share."""
     group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     alone, shared = (MoELayer(HIDDEN, INNER, EXPERTS, 2, group=each) for each in (group, dist.get_group(0)))
     before = alone.experts.down.clone()
