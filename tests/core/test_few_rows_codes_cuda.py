@@ -42,6 +42,8 @@ CASES = {
     "several tiles of an expert": GemmCase(ExpertRows([130, 1, 0, 129, 63]), 288, 128),
     "a few rows": GemmCase(ExpertRows([3, 0, 17, 7]), 32, 128),
     "rows of any number": GemmCase(ExpertRows([15, 16, 17, 33, 48, 49, 64, 65]), 160, 256),
+    "up to 8 rows of an expert on average": GemmCase(ExpertRows([17, 0, 8, 9, 0, 33, 1, 0, 0, 0]), 160, 384),
+    "more than 56": GemmCase(ExpertRows([80, 81, 95, 96, 97, 193, 64, 1]), 160, 384),
     "K longer than the pipeline": GemmCase(ExpertRows([5, 40]), 2080, 384),
     "gaps between experts, and rows after them": GemmCase(ExpertRows([7, 0, 60, 31], [0, 16, 32, 112], 200), 96, 128),
     "rows of no expert only": GemmCase(ExpertRows([0, 0], num_rows=40), 32, 128),
@@ -208,13 +210,14 @@ def test_any_length_around_steps_and_stages(
     Gemm(rng, GemmCase(ExpertRows([1, 0, 17, 64, 65]), inner, 128), result, format, gathers=gathers).check(core)
 
 
-@pytest.mark.parametrize("width", [8, 72, 136, 264])
+@pytest.mark.parametrize("sizes", [[2, 0, 21], [2, 0, 40], [60, 57, 70]], ids=str)
+@pytest.mark.parametrize("width", [8, 72, 136, 200, 264])
 @pytest.mark.parametrize("result", [Result.PLAIN, Result.GATED], ids=lambda result: result.name.lower())
 @pytest.mark.parametrize("format", MATRIX_FORMATS[:3])
 def test_columns_that_no_tile_divides(
-    core: Core, rng: np.random.Generator, format: str, result: Result, width: int
+    core: Core, rng: np.random.Generator, format: str, result: Result, width: int, sizes: list[int]
 ) -> None:
-    Gemm(rng, GemmCase(ExpertRows([2, 0, 21]), 96, width), result, format).check(core)
+    Gemm(rng, GemmCase(ExpertRows(sizes), 96, width), result, format).check(core)
 
 
 @BY_FORMAT

@@ -60,7 +60,7 @@ struct Mainloop {
   State state = {};
 
   template <int kN>
-  __device__ void run(float (&d)[kFewRowsAccumulators], const SwapAbTile&) {
+  __device__ void run(float (&d)[kFewRows], const SwapAbTile&) {
     const bool arrives = elect_sync();
     register_fence(d);
     int last = 0;
@@ -75,7 +75,7 @@ struct Mainloop {
       for (int k = 0; k < kTileK / 16; ++k) {
         const uint64_t at_a = a + k * ((kTransA ? 2048 : 32) >> 4), at_b = b + k * (32 >> 4);
         wgmma_m64k16<kN, 0, kTransA, false, T>(d, at_a, at_b, k > 0 || k_offset > 0);
-        wgmma_m64k16<kN, kFewRowsAccumulators / 2, kTransA, false, T>(d, at_a + (kBoxBytes >> 4), at_b, k > 0 || k_offset > 0);
+        wgmma_m64k16<kN, kFewRows / 2, kTransA, false, T>(d, at_a + (kBoxBytes >> 4), at_b, k > 0 || k_offset > 0);
       }
       wgmma_commit_group();
       wgmma_wait_group<1>();
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_few_rows(const __gri
   const Stages stages(dynamic);
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarpSize, 0);
   if (warp < kConsumerWarps) {
-    consume_tiles<kEpilogue, T>(p, shared, stages, Mainloop<!kTransposed, T>{shared, stages, p.inner});
+    consume_tiles<kEpilogue, kFewRows, T>(p, shared, stages, Mainloop<!kTransposed, T>{shared, stages, p.inner});
   } else if (warp == kConsumerWarps) {
     load_matrix<kEpilogue, kTransposed>(p, shared, stages);
   } else {

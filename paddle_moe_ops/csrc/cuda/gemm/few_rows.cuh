@@ -65,12 +65,12 @@ struct FewRowsParams {
   bool only_x_is_new;
 };
 
-// Shared memory of kStages stages: two boxes of 64 columns of W with kMatrixBytes in all, then kRowsBytes of X; after them two
-// buffers of the epilogue. The first stage is aligned to 1024 bytes.
-template <int kStages, int kMatrixBytes, int kRowsBytes>
+// Shared memory of kStages stages: kBoxPairs times two boxes of 64 columns of W with kMatrixBytes in all, then kRowsBytes of X; after
+// them two buffers of the epilogue for each two boxes. The first stage is aligned to 1024 bytes.
+template <int kStages, int kMatrixBytes, int kRowsBytes, int kBoxPairs = 1>
 struct FewRowsStages {
-  static constexpr int kBytes = kMatrixBytes + kRowsBytes;
-  static constexpr int kSharedBytes = kStages * kBytes + 2 * kFewRowsBufferBytes + 1024;
+  static constexpr int kBytes = kMatrixBytes + kRowsBytes, kBufferBytes = kBoxPairs * kFewRowsBufferBytes;
+  static constexpr int kSharedBytes = kStages * kBytes + 2 * kBufferBytes + 1024;
   uint32_t base;
 
 #ifdef PMO_SM90A
@@ -78,14 +78,12 @@ struct FewRowsStages {
   __device__ uint32_t matrix(int stage) const { return base + stage * kBytes; }
   __device__ uint32_t rows(int stage) const { return matrix(stage) + kMatrixBytes; }
   __device__ uint32_t buffer(int which, int box) const {
-    return base + kStages * kBytes + which * kFewRowsBufferBytes + box * kSubtileBytes;
+    return base + kStages * kBytes + which * kBufferBytes + box * kSubtileBytes;
   }
 #endif
 };
 
 #ifdef PMO_SM90A
-
-constexpr int kFewRowsAccumulators = kFewRows;  // of a lane: two m64 MMAs of N = kFewRows
 
 template <int kStages, int kWarps>
 struct FewRowsShared {
@@ -97,7 +95,7 @@ struct FewRowsShared {
 // Prologue of a CTA: barriers, dependent launches, and the rows of experts. All threads call it.
 template <int kStages, int kWarps>
 __device__ inline void start_few_rows(const FewRowsParams& p, FewRowsShared<kStages, kWarps>& shared, int full_arrivals,
-                                      int consumer_warps) {
+                                      int consumer_warps, int tile_rows = kFewRows) {
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&p.matrix);
     for (uint64_t& each : shared.full) mbarrier_init(&each, full_arrivals);
@@ -112,13 +110,13 @@ __device__ inline void start_few_rows(const FewRowsParams& p, FewRowsShared<kSta
     shared.stop[expert] = stop;
     shared.tiles[expert] = tiles;
   };
-  const int32_t tiles = expert_ranges(p, kFewRows, shared.of_warps, store);
+  const int32_t tiles = expert_ranges(p, tile_rows, shared.of_warps, store);
   if (threadIdx.x == 0) shared.tiles[p.num_experts] = tiles;
   __syncthreads();
 }
 
-// Calls visit(tile) for each tile of the CTA, of `tile_columns` columns of the result.
-template <typename Shared, typename Visit>
+// Calls visit(tile) for each tile of the CTA, of up to kTileRows rows and `tile_columns` columns of the result.
+template <int kTileRows = kFewRows, typename Shared, typename Visit>
 __device__ inline void for_each_tile(const FewRowsParams& p, const Shared& shared, int tile_columns, Visit visit) {
   const int end = shared.tiles[p.num_experts] * p.column_tiles;
 #pragma unroll 1
@@ -129,8 +127,8 @@ __device__ inline void for_each_tile(const FewRowsParams& p, const Shared& share
       const int middle = (low + high) / 2;
       (shared.tiles[middle] <= row_tile ? low : high) = middle;
     }
-    const int row = shared.first[low] + (row_tile - shared.tiles[low]) * kFewRows;
-    visit(SwapAbTile{low, row, min(shared.stop[low] - row, kFewRows), (index - row_tile * p.column_tiles) * tile_columns});
+    const int row = shared.first[low] + (row_tile - shared.tiles[low]) * kTileRows;
+    visit(SwapAbTile{low, row, min(shared.stop[low] - row, kTileRows), (index - row_tile * p.column_tiles) * tile_columns});
   }
 }
 
@@ -149,15 +147,15 @@ __device__ inline uint32_t source_of(const FewRowsParams& p, const SwapAbTile& t
 // Copies the rows of all tiles by one warp, in K steps of kBoxes boxes of 64 columns: eight lanes copy 128 bytes of a row, and the
 // warp passes over the tile's rows four at a time. Tiles have `tile_columns` columns of the result. Chunks of 16 bytes have TMA's
 // 128-byte swizzle; in tiles of up to `paired_rows` rows pairs of chunks are swizzled, for loads of 8 bytes by lane.
-template <int kBoxes, int kStages, typename Shared, typename Stages>
+template <int kBoxes, int kStages, int kTileRows = kFewRows, typename Shared, typename Stages>
 __device__ inline void copy_rows(const FewRowsParams& p, Shared& shared, const Stages& stages, int tile_columns,
                                  int paired_rows = 0) {
   const int lane = threadIdx.x % kWarpSize, chunk = lane % 8, first_row = lane / 8;
   PipelineState<kStages> state;
-  for_each_tile(p, shared, tile_columns, [&](const SwapAbTile& tile) {
-    uint32_t source[kFewRows / 4];
+  for_each_tile<kTileRows>(p, shared, tile_columns, [&](const SwapAbTile& tile) {
+    uint32_t source[kTileRows / 4];
 #pragma unroll
-    for (int i = 0; i < kFewRows / 4; ++i) source[i] = source_of(p, tile, first_row + 4 * i);
+    for (int i = 0; i < kTileRows / 4; ++i) source[i] = source_of(p, tile, first_row + 4 * i);
     const bool is_paired = tile.rows <= paired_rows;
     const int swizzled[2] = {(chunk ^ (is_paired ? 2 * first_row : first_row)) * 16,  // of even passes
                              (chunk ^ (is_paired ? 2 * first_row : first_row + 4)) * 16};
@@ -167,9 +165,9 @@ __device__ inline void copy_rows(const FewRowsParams& p, Shared& shared, const S
       for (int box = 0; box < kBoxes; ++box) {
         const int column = k_offset + box * kTileK + chunk * 8;
         const char* const from = p.source.first_row(column * 2);
-        const uint32_t target = stages.rows(state.stage) + box * (kFewRows * 128) + first_row * 128;
+        const uint32_t target = stages.rows(state.stage) + box * (kTileRows * 128) + first_row * 128;
 #pragma unroll
-        for (int i = 0; i < kFewRows / 4; i += 2) {
+        for (int i = 0; i < kTileRows / 4; i += 2) {
           if (4 * i >= tile.rows) break;
           p.source.template copy<2>(&source[i], from, column < p.inner,
                                     [&](int each) { return target + (i + each) * 4 * 128 + swizzled[each]; });
@@ -182,10 +180,10 @@ __device__ inline void copy_rows(const FewRowsParams& p, Shared& shared, const S
 }
 
 // Results of a subtile's 16 rows, in the words that stmatrix takes: SwiGLU of both halves of d, or the half of box `box`.
-template <pmo_grouped_result kEpilogue, typename T>
-__device__ inline void results_of(const float (&d)[kFewRowsAccumulators], int subtile, int box, const float (&weight)[4],
+template <pmo_grouped_result kEpilogue, typename T, int kTileRows>
+__device__ inline void results_of(const float (&d)[kTileRows], int subtile, int box, const float (&weight)[4],
                                   uint32_t (&word)[4]) {
-  constexpr int kHalf = kFewRowsAccumulators / 2;
+  constexpr int kHalf = kTileRows / 2;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int at = subtile * 8 + 2 * i;
@@ -206,14 +204,14 @@ __device__ inline TileRowWeights few_row_weights(const FewRowsParams& p, const S
   return TileRowWeights(tile, [&](int row) { return kEpilogue == PMO_GROUPED_PLAIN ? p.weights.of(row) : 1.0f; });
 }
 
-// Epilogue of a consumer warpgroup that has both boxes of a tile. `which` is the buffer of the next subtile.
-template <pmo_grouped_result kEpilogue, typename T, typename Stages>
-__device__ inline void store_tile(const FewRowsParams& p, const float (&d)[kFewRowsAccumulators], const SwapAbTile& tile,
+// Epilogue of a consumer warpgroup that has both boxes of a tile, in the halves of d. `which` is the buffer of the next subtile.
+template <pmo_grouped_result kEpilogue, typename T, int kTileRows, typename Stages>
+__device__ inline void store_tile(const FewRowsParams& p, const float (&d)[kTileRows], const SwapAbTile& tile,
                                   const TileRowWeights& weights, const SubtileLane& lane, const Stages& stages, int& which) {
   constexpr int kBoxes = kFewRowsColumns<kEpilogue> / 64;  // of results
   const int quad = threadIdx.x % 4 * 2;
 #pragma unroll
-  for (int subtile = 0; subtile < kFewRows / kSubtileRows; ++subtile) {
+  for (int subtile = 0; subtile < kTileRows / kSubtileRows; ++subtile) {
     if (subtile * kSubtileRows >= tile.rows) break;
     float weight[4];
 #pragma unroll
@@ -236,28 +234,25 @@ __device__ inline void store_tile(const FewRowsParams& p, const float (&d)[kFewR
   }
 }
 
-// Consumer warpgroup that has both boxes of a tile. `mainloop` has run<kN>(d, tile), which computes d = W^T X^T of the tile's 128 columns and kN rows, and releases
-// its stages.
-template <pmo_grouped_result kEpilogue, typename T, typename Shared, typename Stages, typename Mainloop>
+// mainloop.run<kN>(d, tile) with the tile's rows rounded up to kN, a multiple of 16.
+template <int kTileRows, int kN, typename Mainloop>
+__device__ inline void run_rounded(Mainloop& mainloop, float (&d)[kTileRows], const SwapAbTile& tile) {
+  if constexpr (kN < kTileRows) {
+    if (tile.rows > kN) return run_rounded<kTileRows, kN + kSubtileRows>(mainloop, d, tile);
+  }
+  mainloop.template run<kN>(d, tile);
+}
+
+// Consumer warpgroup that has both boxes of a tile. `mainloop` has run<kN>(d, tile), which computes d = W^T X^T of the tile's 128
+// columns and kN rows, and releases its stages.
+template <pmo_grouped_result kEpilogue, int kTileRows, typename T, typename Shared, typename Stages, typename Mainloop>
 __device__ inline void consume_tiles(const FewRowsParams& p, const Shared& shared, const Stages& stages, Mainloop mainloop) {
   const SubtileLane lane;
   int which = 0;
-  for_each_tile(p, shared, kFewRowsColumns<kEpilogue>, [&](const SwapAbTile& tile) {
+  for_each_tile<kTileRows>(p, shared, kFewRowsColumns<kEpilogue>, [&](const SwapAbTile& tile) {
     const TileRowWeights weights = few_row_weights<kEpilogue>(p, tile);
-    float d[kFewRowsAccumulators];
-    switch ((tile.rows + kSubtileRows - 1) / kSubtileRows) {
-      case 1:
-        mainloop.template run<16>(d, tile);
-        break;
-      case 2:
-        mainloop.template run<32>(d, tile);
-        break;
-      case 3:
-        mainloop.template run<48>(d, tile);
-        break;
-      default:
-        mainloop.template run<64>(d, tile);
-    }
+    float d[kTileRows];
+    run_rounded<kTileRows, kSubtileRows>(mainloop, d, tile);
     store_tile<kEpilogue, T>(p, d, tile, weights, lane, stages, which);
   });
 }
@@ -266,12 +261,13 @@ __device__ inline void consume_tiles(const FewRowsParams& p, const Shared& share
 
 template <typename Kernel>
 int launch_few_rows(const pmo_grouped_product_params& p, const FewRowsParams& params, Kernel* kernel, int threads,
-                    int shared_bytes, SharedMemoryLimit& limit, cudaStream_t stream, int blocks_per_sm = 1) {
+                    int shared_bytes, SharedMemoryLimit& limit, cudaStream_t stream, int blocks_per_sm = 1,
+                    int tile_rows = kFewRows) {
   int device = 0;
   DeviceLimits limits;
   if (const int status = hopper_limits("grouped_product", &device, &limits)) return status;
   if (const int status = limit.raise(kernel, device, shared_bytes)) return status;
-  const int64_t row_tiles = std::min(p.num_rows, p.num_rows / kFewRows + p.num_experts);
+  const int64_t row_tiles = std::min(p.num_rows, p.num_rows / tile_rows + p.num_experts);
   const int64_t blocks = std::min<int64_t>(row_tiles * params.column_tiles, int64_t{limits.multiprocessors} * blocks_per_sm);
   const Grid grid = {static_cast<unsigned>(blocks), static_cast<unsigned>(threads), static_cast<size_t>(shared_bytes), false,
                      true};

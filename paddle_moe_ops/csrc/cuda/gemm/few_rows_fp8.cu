@@ -8,9 +8,10 @@
 //   plain   out [M, width] = weights[r] * Y
 //   gated   out [M, n] = silu(gate) * up of the halves of Y
 //
-// Tiles, prologue and overlap: few_rows.cuh. Warp-specialised, a pipeline of kStages stages of 128 along K:
-//   warps 0 to 3   consumers: two m64 MMAs with N = the tile's rows rounded up to 16; promotion; epilogue
-//   warps 4 to 11  one per stage: loads W by TMA in boxes of 64 columns, quantises rows of X and stores their codes and scales to
+// Tiles, prologue and overlap: few_rows.cuh. Experts with up to 8 rows on average have tiles of up to 16 rows and two CTAs per SM;
+// others 64 rows and one CTA. Warp-specialised, a pipeline of kStages stages of 128 along K:
+//   warps 0 to 3  consumers: two m64 MMAs with N = the tile's rows rounded up to 16; promotion; epilogue
+//   other warps   one per stage: loads W by TMA in boxes of 64 columns, quantises rows of X and stores their codes and scales to
 //     shared memory; gathers token rows if row_to_token is given. Eight lanes read the 128 columns of a row.
 //
 // Promotion: as in fp8.cu, the accumulators of each stage are multiplied by both scales and added to float32 accumulators.
@@ -25,19 +26,28 @@ namespace pmo {
 namespace cuda {
 namespace {
 
-constexpr int kStages = 8, kFp8TileK = 128;
-constexpr int kConsumerWarps = kWarpgroupThreads / kWarpSize, kProducerWarps = kStages;
-constexpr int kWarps = kConsumerWarps + kProducerWarps, kThreads = kWarps * kWarpSize;
+constexpr int kFp8TileK = 128, kConsumerWarps = kWarpgroupThreads / kWarpSize;
 
-constexpr int kBoundThreads = 512;  // limits registers to 128, so that a CTA of the next kernel fits beside one of these
+template <int kTileRows>
+constexpr int kBlocksPerSm = kTileRows == kFewRows ? 1 : 2;
+template <int kTileRows>
+constexpr int kStages = kTileRows == kFewRows ? 8 : 5;
+template <int kTileRows>
+constexpr int kWarps = kConsumerWarps + kStages<kTileRows>;
+// One CTA per SM: limits registers to 128, so that a CTA of the next kernel fits beside it.
+template <int kTileRows>
+constexpr int kBoundThreads = kTileRows == kFewRows ? 512 : kWarps<kTileRows> * kWarpSize;
+
 constexpr int64_t kMinPrefetchedInner = 4096;
 
-using Stages = FewRowsStages<kStages, 2 * kBoxBytes, kFewRows * kFp8TileK>;
+template <int kTileRows>
+using Stages = FewRowsStages<kStages<kTileRows>, 2 * kBoxBytes, kTileRows * kFp8TileK>;
 
 #ifdef PMO_SM90A
 
-struct Shared : FewRowsShared<kStages, kWarps> {
-  float row_scales[kStages][kFewRows];
+template <int kTileRows>
+struct Shared : FewRowsShared<kStages<kTileRows>, kWarps<kTileRows>> {
+  float row_scales[kStages<kTileRows>][kTileRows];
 };
 
 constexpr int kLaneColumns = 16, kRowLanes = kFp8TileK / kLaneColumns, kPassRows = kWarpSize / kRowLanes;
@@ -48,12 +58,13 @@ constexpr int kPasses = 4;  // of rows whose loads are in flight together: kSubt
 struct LoadedRows {
   uint4 words[kPasses][2];
 
-  // source[i] is the lane's row in pass i; `column` is the first of the K step.
-  __device__ void load(const FewRowsParams& p, const uint32_t* source, int column) {
+  // source[i] is the lane's row in pass i, of passes with one of `rows` rows; `column` is the first of the K step.
+  __device__ void load(const FewRowsParams& p, const uint32_t* source, int rows, int column) {
     const int lane_column = column + threadIdx.x % kRowLanes * kLaneColumns;
     const char* const from = p.source.first_row(lane_column * 2);
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
+      if (kPassRows * i >= rows) break;
       words[i][0] = words[i][1] = make_uint4(0, 0, 0, 0);
       if (source[i] == GatheredRows::kNone || lane_column >= p.inner) continue;
       const auto* row = reinterpret_cast<const uint4*>(from + uint64_t{source[i]} * p.source.row_bytes);
@@ -62,11 +73,12 @@ struct LoadedRows {
     }
   }
 
-  // Stores codes, with 128-byte swizzle, and scales to shared memory.
-  __device__ void quantize(const FewRowsParams& p, uint32_t codes, float* scales) const {
+  // Stores codes, with 128-byte swizzle, and scales to shared memory. Results of rows after `rows` are not stored.
+  __device__ void quantize(const FewRowsParams& p, int rows, uint32_t codes, float* scales) const {
     const int chunk = threadIdx.x % kRowLanes, first_row = threadIdx.x % kWarpSize / kRowLanes;
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
+      if (kPassRows * i >= rows) break;
       float values[kLaneColumns];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -90,26 +102,26 @@ struct LoadedRows {
 };
 
 // Producer warp of stage `stage`. Rows of its next K step are loaded before the stage is empty, but after the first loads of W.
-template <pmo_grouped_result kEpilogue>
-__device__ inline void fill_stage(const FewRowsParams& p, Shared& shared, const Stages& stages, int stage) {
+template <pmo_grouped_result kEpilogue, int kTileRows>
+__device__ inline void fill_stage(const FewRowsParams& p, Shared<kTileRows>& shared, const Stages<kTileRows>& stages, int stage) {
   const int first_row = threadIdx.x % kWarpSize / kRowLanes;
   uint64_t* const full = &shared.full[stage];
   int step = stage;  // the stage's next K step, counted from the tile's first one
   uint32_t phase = 0;
   bool is_first = true;
-  for_each_tile(p, shared, kFewRowsColumns<kEpilogue>, [&](const SwapAbTile& tile) {
-    uint32_t source[kFewRows / kPassRows];
+  for_each_tile<kTileRows>(p, shared, kFewRowsColumns<kEpilogue>, [&](const SwapAbTile& tile) {
+    uint32_t source[kTileRows / kPassRows];
     bool has_sources = false;
     LoadedRows rows;
     const auto load = [&](int k_step) {
       if (!has_sources) {
 #pragma unroll
-        for (int i = 0; i < kFewRows / kPassRows; ++i) source[i] = source_of(p, tile, first_row + kPassRows * i);
+        for (int i = 0; i < kTileRows / kPassRows; ++i) source[i] = source_of(p, tile, first_row + kPassRows * i);
         has_sources = true;
       }
-      rows.load(p, source, k_step * kFp8TileK);
+      rows.load(p, source, tile.rows, k_step * kFp8TileK);
     };
-    for (; step < p.k_blocks; step += kStages) {
+    for (; step < p.k_blocks; step += kStages<kTileRows>) {
       if (!is_first) load(step);
       mbarrier_wait_parity(&shared.empty[stage], phase ^ 1);
       phase ^= 1;
@@ -127,10 +139,10 @@ __device__ inline void fill_stage(const FewRowsParams& p, Shared& shared, const 
         is_first = false;
       }
 #pragma unroll
-      for (int first = 0; first < kFewRows; first += kSubtileRows) {
+      for (int first = 0; first < kTileRows; first += kSubtileRows) {
         if (first >= tile.rows) break;
-        if (first > 0) rows.load(p, source + first / kPassRows, step * kFp8TileK);
-        rows.quantize(p, stages.rows(stage) + first * kFp8TileK, shared.row_scales[stage] + first);
+        if (first > 0) rows.load(p, source + first / kPassRows, tile.rows - first, step * kFp8TileK);
+        rows.quantize(p, tile.rows - first, stages.rows(stage) + first * kFp8TileK, shared.row_scales[stage] + first);
       }
       fence_proxy_async();
       __syncwarp();
@@ -141,16 +153,16 @@ __device__ inline void fill_stage(const FewRowsParams& p, Shared& shared, const 
   if (is_first) wait_for_previous_kernel();
 }
 
-template <pmo_grouped_result kEpilogue>
+template <pmo_grouped_result kEpilogue, int kTileRows>
 struct Mainloop {
-  static constexpr int kHalf = kFewRowsAccumulators / 2;
+  static constexpr int kHalf = kTileRows / 2;
   const FewRowsParams& p;
-  Shared& shared;
-  const Stages& stages;
-  PipelineState<kStages> state = {};
+  Shared<kTileRows>& shared;
+  const Stages<kTileRows>& stages;
+  PipelineState<kStages<kTileRows>> state = {};
 
   template <int kN>
-  __device__ void run(float (&d)[kFewRowsAccumulators], const SwapAbTile& tile) {
+  __device__ void run(float (&d)[kTileRows], const SwapAbTile& tile) {
     const float* of_box[2];  // scales of the matrix in both boxes
 #pragma unroll
     for (int box = 0; box < 2; ++box) {
@@ -213,28 +225,36 @@ struct Mainloop {
 
 #endif  // PMO_SM90A
 
-template <pmo_grouped_result kEpilogue>
-__global__ void __launch_bounds__(kBoundThreads, 1) grouped_gemm_few_rows_fp8(const __grid_constant__ FewRowsParams p) {
+template <pmo_grouped_result kEpilogue, int kTileRows>
+__global__ void __launch_bounds__(kBoundThreads<kTileRows>, kBlocksPerSm<kTileRows>)
+    grouped_gemm_few_rows_fp8(const __grid_constant__ FewRowsParams p) {
 #ifdef PMO_SM90A
   extern __shared__ uint8_t dynamic[];
-  __shared__ Shared shared;
-  start_few_rows(p, shared, 2, kConsumerWarps);
-  const Stages stages(dynamic);
+  __shared__ Shared<kTileRows> shared;
+  start_few_rows(p, shared, 2, kConsumerWarps, kTileRows);
+  const Stages<kTileRows> stages(dynamic);
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarpSize, 0);
   if (warp < kConsumerWarps) {
-    setmaxnreg_inc<kMmaRegisters>();
-    consume_tiles<kEpilogue, __nv_bfloat16>(p, shared, stages, Mainloop<kEpilogue>{p, shared, stages});
+    if constexpr (kTileRows == kFewRows) setmaxnreg_inc<kMmaRegisters>();
+    consume_tiles<kEpilogue, kTileRows, __nv_bfloat16>(p, shared, stages, Mainloop<kEpilogue, kTileRows>{p, shared, stages});
   } else {
-    setmaxnreg_dec<kFillRegisters>();
-    fill_stage<kEpilogue>(p, shared, stages, warp - kConsumerWarps);
+    if constexpr (kTileRows == kFewRows) setmaxnreg_dec<kFillRegisters>();
+    fill_stage<kEpilogue, kTileRows>(p, shared, stages, warp - kConsumerWarps);
   }
 #endif
 }
 
+template <pmo_grouped_result kEpilogue, int kTileRows>
+int launch_shape(const pmo_grouped_product_params& p, const FewRowsParams& params, cudaStream_t stream) {
+  static SharedMemoryLimit limit;
+  return launch_few_rows(p, params, grouped_gemm_few_rows_fp8<kEpilogue, kTileRows>, kWarps<kTileRows> * kWarpSize,
+                         Stages<kTileRows>::kSharedBytes, limit, stream, kBlocksPerSm<kTileRows>, kTileRows);
+}
+
 template <pmo_grouped_result kEpilogue>
 int launch_few_rows_fp8(const pmo_grouped_product_params& p, const FewRowsParams& params, cudaStream_t stream) {
-  static SharedMemoryLimit limit;
-  return launch_few_rows(p, params, grouped_gemm_few_rows_fp8<kEpilogue>, kThreads, Stages::kSharedBytes, limit, stream);
+  return p.num_rows <= 8 * p.num_experts ? launch_shape<kEpilogue, 16>(p, params, stream)
+                                         : launch_shape<kEpilogue, kFewRows>(p, params, stream);
 }
 
 }  // namespace

@@ -8,12 +8,13 @@
 //   plain   out [M, width] = weights[r] * Y
 //   gated   out [M, n] = silu(gate) * up of the halves of Y
 //
-// Tiles, prologue and overlap: few_rows.cuh, with two CTAs per SM: one converts codes while the other waits. Warp-specialised, a
-// pipeline of stages of 128 along K:
-//   warps 0 to 7  consumers: codes from shared memory to values in the registers of operand A, MMAs with the tile's rows rounded up to
-//     8, 16, 32 or 64, epilogue. A warp has 16 columns of W; with SwiGLU 8 gates and their ups, so that a lane has both.
-//   warp 8        loads codes by TMA in boxes of 64 columns
-//   warp 9        copies rows of X by cp.async, 16 bytes a lane; gathers token rows if row_to_token is given
+// Tiles, prologue and overlap: few_rows.cuh; three shapes of CTAs by the mean of rows of an expert (Shape). Up to 8: 16 rows and 128 columns
+// of W, with two or three CTAs per SM: one converts codes while another waits. Then 64 or 96 rows and 256 columns, so that fewer CTAs
+// read the same rows and convert the same codes. Warp-specialised, a pipeline of stages of 128 along K:
+//   8 or 16 warps  consumers: codes from shared memory to values in the registers of operand A, MMAs with the tile's rows rounded up to
+//     8 or a multiple of 16, epilogue. A warp has 16 columns of W; with SwiGLU 8 gates and their ups, so that a lane has both.
+//   one warp       loads codes by TMA in boxes of 64 columns
+//   one warp       copies rows of X by cp.async, 16 bytes a lane; gathers token rows if row_to_token is given
 //
 // MMAs: few rows take mma.sync, so that a warp waits for no other; more rows wgmma, which reads X once for 64 columns.
 //
@@ -21,7 +22,7 @@
 // and the four elements of X beside them; wgmma reads X in order.
 //
 // Work: 2 M K N FLOPs, and 5 (int8) or 6 (int4) instructions for four values, 17 or 18 if the packed form can't hold their scale
-// (Scale). Bytes: the codes of experts that have rows once from memory; X once per 128 columns, from the L2.
+// (Scale). Bytes: the codes of experts that have rows once from memory; X once per column tile, from the L2.
 #include "common/matrix_layout.h"
 #include "cuda/gemm/few_rows.cuh"
 #include "cuda/ptx/mma.cuh"
@@ -31,41 +32,50 @@ namespace cuda {
 namespace {
 
 constexpr int kIntTileK = 128;
-constexpr int kWarpgroups = 2, kConsumerWarps = kWarpgroups * kWarpgroupThreads / kWarpSize;
-constexpr int kWarps = kConsumerWarps + 2, kThreads = kWarps * kWarpSize;
-constexpr int kBlocksPerSm = 2;
+constexpr int kPairWarps = 2 * kWarpgroupThreads / kWarpSize;  // consumers of two boxes of 64 columns
 
-// kBits of a code; kGrouped: one scale per 128 of K, otherwise one per column.
 template <int kBits>
 constexpr int kRowBytes = kIntTileK * kBits / 8;  // of a column of the matrix in a stage
 template <int kBits>
 constexpr int kBoxOfCodes = 64 * kRowBytes<kBits>;
 template <int kBits>
-constexpr int kStages = kBits == 8 ? 3 : 4;
-template <int kBits>
-using Stages = FewRowsStages<kStages<kBits>, 2 * kBoxOfCodes<kBits>, kFewRows * kIntTileK * 2>;
+constexpr int kMostOfWarps = kBits == 8 ? 32 : 16;  // rows of a tile that uses mma.sync
+
+// CTA with tiles of up to kTileRows rows, 16, 64 or 96, and kBoxPairs times two boxes of codes of kBits bits.
+template <int kBits, int kTileRows>
+struct Shape {
+  static constexpr int kBoxPairs = kTileRows == 16 ? 1 : 2;
+  static constexpr int kBlocksPerSm = kTileRows == 16 ? (kBits == 8 ? 2 : 3) : 1;  // by shared memory
+  static constexpr int kStages = kTileRows == 16 ? 4 : (kTileRows == 64 ? 4 : 3) + (kBits == 8 ? 0 : 1);
+  static constexpr int kConsumerWarps = kBoxPairs * kPairWarps, kWarps = kConsumerWarps + 2, kThreads = kWarps * kWarpSize;
+  static constexpr int kPairBytes = 2 * kBoxOfCodes<kBits>;
+  template <pmo_grouped_result kEpilogue>
+  static constexpr int kColumns = kBoxPairs * kFewRowsColumns<kEpilogue>;
+  using Stages = FewRowsStages<kStages, kBoxPairs * kPairBytes, kTileRows * kIntTileK * 2, kBoxPairs>;
+#ifdef PMO_SM90A
+  using Shared = FewRowsShared<kStages, kWarps>;
+  using State = PipelineState<kStages>;
+#endif
+};
 
 #ifdef PMO_SM90A
 
-template <int kBits>
-using Shared = FewRowsShared<kStages<kBits>, kWarps>;
-
-template <int kBits>
-constexpr int kMostOfWarps = kBits == 8 ? 32 : 16;  // rows of a tile that uses mma.sync
-
-template <pmo_grouped_result kEpilogue, int kBits>
-__device__ inline void load_codes(const FewRowsParams& p, Shared<kBits>& shared, const Stages<kBits>& stages) {
-  PipelineState<kStages<kBits>> state;
-  for_each_tile(p, shared, kFewRowsColumns<kEpilogue>, [&](const SwapAbTile& tile) {
+template <pmo_grouped_result kEpilogue, int kBits, int kTileRows>
+__device__ inline void load_codes(const FewRowsParams& p, typename Shape<kBits, kTileRows>::Shared& shared,
+                                  const typename Shape<kBits, kTileRows>::Stages& stages) {
+  using Of = Shape<kBits, kTileRows>;
+  typename Of::State state;
+  for_each_tile<kTileRows>(p, shared, Of::template kColumns<kEpilogue>, [&](const SwapAbTile& tile) {
     for (int step = 0; step < p.k_blocks; ++step) {
       mbarrier_wait_parity(&shared.empty[state.stage], state.phase ^ 1);
       if (elect_sync()) {
         uint64_t* full = &shared.full[state.stage];
-        mbarrier_arrive_expect_tx(full, 2 * kBoxOfCodes<kBits>);
+        mbarrier_arrive_expect_tx(full, Of::kBoxPairs * Of::kPairBytes);
 #pragma unroll
-        for (int box = 0; box < 2; ++box) {
-          tma_load_3d(stages.matrix(state.stage) + box * kBoxOfCodes<kBits>, &p.matrix, full, step * kRowBytes<kBits>,
-                      box_column<kEpilogue>(p, tile, box), tile.expert);
+        for (int box = 0; box < 2 * Of::kBoxPairs; ++box) {
+          const int column = box_column<kEpilogue>(p, tile, box % 2) + box / 2 * kFewRowsColumns<kEpilogue>;
+          tma_load_3d(stages.matrix(state.stage) + box * kBoxOfCodes<kBits>, &p.matrix, full, step * kRowBytes<kBits>, column,
+                      tile.expert);
         }
       }
       state.advance();
@@ -146,25 +156,46 @@ struct Scale {
 };
 
 // Mainloop of a consumer warp.
-template <pmo_grouped_result kEpilogue, int kBits, bool kGrouped, typename T>
+template <pmo_grouped_result kEpilogue, int kBits, int kTileRows, bool kGrouped, typename T>
 struct Mainloop {
   static constexpr bool kGated = kEpilogue == PMO_GROUPED_GATED;
   static constexpr int kToHalf = kGated ? kBoxOfCodes<kBits> : 8 * kRowBytes<kBits>;
+  using Of = Shape<kBits, kTileRows>;
   using ScaleOf = Scale<kBits, T>;
+  using Accumulators = float[kTileRows / 2];
 
   const FewRowsParams& p;
-  Shared<kBits>& shared;
-  const Stages<kBits>& stages;
-  const int warp;
-  PipelineState<kStages<kBits>> state = {};
+  typename Of::Shared& shared;
+  const typename Of::Stages& stages;
+  const int pair, warp;  // of the CTA, and of the pair
+  typename Of::State state = {};
 
   // Box of the warp's columns, and column `row` of the first eight in it; the others, half 1, are kToHalf bytes further.
   __device__ int box() const { return kGated ? 0 : warp / 4; }
   __device__ int column(int row) const { return (kGated ? 8 * warp : warp % 4 * 16) + row; }
 
   // d = W^T X^T of the warp's 16 columns and the tile's rows, rounded up to kRows.
+  template <int kRows = 8>
+  __device__ void run(Accumulators& d, const SwapAbTile& tile) {
+    if constexpr (kRows < kTileRows) {
+      if (tile.rows > kRows) return run<kRows + (kRows < 16 ? 8 : 16)>(d, tile);
+    }
+    run_rounded<kRows>(d, tile);
+  }
+
+ private:
+  static constexpr int kParts = kIntTileK / 32;  // of a stage
+
+  // Codes of a part: a word of each half. int8: four codes in the first 16 of K, then in the others. int4: all eight codes.
+  using Codes = uint32_t[kBits / 2];
+
+  // Operand A of a part: in 16 of K, then in the others.
+  struct Values {
+    uint32_t a[2][4];
+  };
+
   template <int kRows>
-  __device__ void run(float (&d)[kFewRowsAccumulators / 2], const SwapAbTile& tile) {
+  __device__ void run_rounded(Accumulators& d, const SwapAbTile& tile) {
     const float* scales[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -203,25 +234,16 @@ struct Mainloop {
     }
   }
 
- private:
-  static constexpr int kParts = kIntTileK / 32;  // of a stage
-
-  // Codes of a part: a word of each half. int8: four codes in the first 16 of K, then in the others. int4: all eight codes.
-  using Codes = uint32_t[kBits / 2];
-
-  // Operand A of a part: in 16 of K, then in the others.
-  struct Values {
-    uint32_t a[2][4];
-  };
-
   // True if the packed form suits all scales of the warp.
   __device__ static bool are_packed(const ScaleOf (&scale)[2]) {
     return __all_sync(kAllLanes, scale[0].is_packed && scale[1].is_packed);
   }
 
+  __device__ uint32_t matrix() const { return stages.matrix(state.stage) + pair * Of::kPairBytes + box() * kBoxOfCodes<kBits>; }
+
   // All MMAs of a stage by mma.sync.
   template <int kRows, bool kPacked>
-  __device__ void multiply_by_warp(float (&d)[kFewRowsAccumulators / 2], const ScaleOf (&scale)[2]) const {
+  __device__ void multiply_by_warp(Accumulators& d, const ScaleOf (&scale)[2]) const {
     // Chunks of X are swizzled in pairs.
     const int lane = threadIdx.x % kWarpSize, row = lane / 4, quad = lane % 4;
     const uint32_t rows = stages.rows(state.stage) + row * 128 + (quad / 2 ^ row % 4 * 2) * 16 + quad % 2 * 8;
@@ -235,7 +257,7 @@ struct Mainloop {
       for (int n = 0; n < kRows / 8; ++n) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const uint2 b = ld_shared_v2((rows ^ (part % 2 * 64 + i * 32)) + part / 2 * (kFewRows * 128) + n * 8 * 128);
+          const uint2 b = ld_shared_v2((rows ^ (part % 2 * 64 + i * 32)) + part / 2 * (kTileRows * 128) + n * 8 * 128);
           mma_m16n8k16<T>(d, 4 * n, values.a[i], b.x, b.y);
         }
       }
@@ -244,7 +266,7 @@ struct Mainloop {
 
   // All MMAs of a stage by wgmma. Warps of a warpgroup may differ in is_packed.
   template <int kRows>
-  __device__ void multiply_by_warpgroup(float (&d)[kFewRowsAccumulators / 2], const ScaleOf (&scale)[2], bool is_packed) const {
+  __device__ void multiply_by_warpgroup(Accumulators& d, const ScaleOf (&scale)[2], bool is_packed) const {
     fence_proxy_async();
     Values values[2];
     Codes codes[2];
@@ -259,7 +281,7 @@ struct Mainloop {
         convert<false>(made, codes[part % 2], scale);
       }
       // Boxes of 64 columns of X.
-      const uint64_t b = smem_descriptor(stages.rows(state.stage) + part / 2 * (kFewRows * 128), 0, 1024) + part % 2 * (64 >> 4);
+      const uint64_t b = smem_descriptor(stages.rows(state.stage) + part / 2 * (kTileRows * 128), 0, 1024) + part % 2 * (64 >> 4);
       wgmma_fence();
       wgmma_m64k16_values<kRows, T>(d, made.a[0], b);
       wgmma_m64k16_values<kRows, T>(d, made.a[1], b + (32 >> 4));
@@ -273,7 +295,7 @@ struct Mainloop {
   // Codes 4 (l % 4) to 4 (l % 4) + 3 of 16.
   __device__ void load_neighbours(int part, Codes& codes) const {
     const int lane = threadIdx.x % kWarpSize;
-    const uint32_t first = stages.matrix(state.stage) + box() * kBoxOfCodes<kBits>;
+    const uint32_t first = matrix();
     if constexpr (kBits == 8) {  // 128-byte swizzle
       const int matrix = lane / 8, row = lane % 8;
       const uint32_t at = first + matrix % 2 * kToHalf + column(row) * kRowBytes<kBits> + (matrix / 2 ^ row) * 16;
@@ -291,7 +313,7 @@ struct Mainloop {
   // Codes 2 (l % 4) and the next one of 16, and those 8 further.
   __device__ void load_in_order(int part, Codes& codes) const {
     const int lane = threadIdx.x % kWarpSize, row = lane / 4, quad = lane % 4;
-    const uint32_t first = stages.matrix(state.stage) + box() * kBoxOfCodes<kBits> + column(row) * kRowBytes<kBits>;
+    const uint32_t first = matrix() + column(row) * kRowBytes<kBits>;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (kBits == 8) {
@@ -335,17 +357,17 @@ struct Mainloop {
   }
 };
 
-// Epilogue of all consumer warps: each writes its columns to the buffers. `warpgroup` is 0 in the first four, else 1.
-template <pmo_grouped_result kEpilogue, typename T, typename Stages>
-__device__ inline void store_int_tile(const FewRowsParams& p, const float (&d)[kFewRowsAccumulators / 2], const SwapAbTile& tile,
-                                      const TileRowWeights& weights, const Stages& stages, int warpgroup, int& which) {
+// Epilogue of a pair of warpgroups: each writes its columns to buffers of the pair. `warpgroup` is 0 or 1.
+template <pmo_grouped_result kEpilogue, int kTileRows, typename T, typename Stages>
+__device__ inline void store_int_tile(const FewRowsParams& p, const float (&d)[kTileRows / 2], const SwapAbTile& tile,
+                                      const TileRowWeights& weights, const Stages& stages, int pair, int warpgroup, int& which) {
   constexpr bool kGated = kEpilogue == PMO_GROUPED_GATED;
   const SubtileLane lane;
   const int quad = threadIdx.x % 4 * 2, warp = threadIdx.x % kWarpgroupThreads / kWarpSize, in_warp = threadIdx.x % kWarpSize;
 #pragma unroll
-  for (int subtile = 0; subtile < kFewRows / kSubtileRows; ++subtile) {
+  for (int subtile = 0; subtile < kTileRows / kSubtileRows; ++subtile) {
     if (subtile * kSubtileRows >= tile.rows) break;
-    const uint32_t buffer = stages.buffer(which, kGated ? 0 : warpgroup);
+    const uint32_t buffer = stages.buffer(which, 2 * pair + (kGated ? 0 : warpgroup));
     if constexpr (kGated) {
       uint32_t word[2];  // eight columns of rows 0 to 7, and of rows 8 to 15
 #pragma unroll
@@ -357,7 +379,7 @@ __device__ inline void store_int_tile(const FewRowsParams& p, const float (&d)[k
       }
       const int chunk = 4 * warpgroup + warp, target_row = in_warp % 16;
       stmatrix_x2_trans(buffer + target_row * 128 + (chunk ^ target_row % 8) * 16, word[0], word[1]);
-      bar_sync(1, kWarpgroups * kWarpgroupThreads);
+      bar_sync(1 + pair, kPairWarps * kWarpSize);
     } else {
       uint32_t word[4];
 #pragma unroll
@@ -367,10 +389,10 @@ __device__ inline void store_int_tile(const FewRowsParams& p, const float (&d)[k
         word[i] = Pair<T>::pack(d[at] * first, d[at + 1] * second);
       }
       stmatrix_x4_trans(buffer + lane.to_write, word);
-      bar_sync(1 + warpgroup, kWarpgroupThreads);
+      bar_sync(1 + 2 * pair + warpgroup, kWarpgroupThreads);
     }
     const int row = subtile * kSubtileRows + lane.row, column = tile.column + (kGated ? 0 : 64 * warpgroup) + lane.column;
-    const bool stores = !kGated || subtile % kWarpgroups == warpgroup;
+    const bool stores = !kGated || subtile % 2 == warpgroup;
     if (stores && row < tile.rows && column < p.width) {
       store_from_subtile<T>(p.out, p.width, tile.row + row, column, buffer + lane.to_read);
     }
@@ -378,52 +400,60 @@ __device__ inline void store_int_tile(const FewRowsParams& p, const float (&d)[k
   }
 }
 
-template <pmo_grouped_result kEpilogue, int kBits, bool kGrouped, typename T>
-__device__ inline void consume_codes(const FewRowsParams& p, Shared<kBits>& shared, const Stages<kBits>& stages, int warp) {
-  Mainloop<kEpilogue, kBits, kGrouped, T> mainloop = {p, shared, stages, warp};
+template <pmo_grouped_result kEpilogue, int kBits, int kTileRows, bool kGrouped, typename T>
+__device__ inline void consume_codes(const FewRowsParams& p, typename Shape<kBits, kTileRows>::Shared& shared,
+                                     const typename Shape<kBits, kTileRows>::Stages& stages, int warp) {
+  const int pair = warp / kPairWarps, in_pair = warp % kPairWarps;
+  Mainloop<kEpilogue, kBits, kTileRows, kGrouped, T> mainloop = {p, shared, stages, pair, in_pair};
   int which = 0;
-  for_each_tile(p, shared, kFewRowsColumns<kEpilogue>, [&](const SwapAbTile& tile) {
+  for_each_tile<kTileRows>(p, shared, Shape<kBits, kTileRows>::template kColumns<kEpilogue>, [&](SwapAbTile tile) {
+    tile.column += pair * kFewRowsColumns<kEpilogue>;
     const TileRowWeights weights = few_row_weights<kEpilogue>(p, tile);
-    float d[kFewRowsAccumulators / 2];
-    if (tile.rows <= 8) {
-      mainloop.template run<8>(d, tile);
-    } else if (tile.rows <= 16) {
-      mainloop.template run<16>(d, tile);
-    } else if (tile.rows <= 32) {
-      mainloop.template run<32>(d, tile);
-    } else {
-      mainloop.template run<64>(d, tile);
-    }
-    store_int_tile<kEpilogue, T>(p, d, tile, weights, stages, warp / 4, which);
+    float d[kTileRows / 2];
+    mainloop.run(d, tile);
+    store_int_tile<kEpilogue, kTileRows, T>(p, d, tile, weights, stages, pair, in_pair / 4, which);
   });
 }
 
 #endif  // PMO_SM90A
 
-template <pmo_grouped_result kEpilogue, int kBits, bool kGrouped, typename T>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm) grouped_gemm_few_rows_int(const __grid_constant__ FewRowsParams p) {
+template <pmo_grouped_result kEpilogue, int kBits, int kTileRows, bool kGrouped, typename T>
+__global__ void __launch_bounds__(Shape<kBits, kTileRows>::kThreads, Shape<kBits, kTileRows>::kBlocksPerSm)
+    grouped_gemm_few_rows_int(const __grid_constant__ FewRowsParams p) {
 #ifdef PMO_SM90A
+  using Of = Shape<kBits, kTileRows>;
   extern __shared__ uint8_t dynamic[];
-  __shared__ Shared<kBits> shared;
-  start_few_rows(p, shared, 1 + kWarpSize, kConsumerWarps);
-  const Stages<kBits> stages(dynamic);
+  __shared__ typename Of::Shared shared;
+  start_few_rows(p, shared, 1 + kWarpSize, Of::kConsumerWarps, kTileRows);
+  const typename Of::Stages stages(dynamic);
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarpSize, 0);
-  if (warp < kConsumerWarps) {
-    consume_codes<kEpilogue, kBits, kGrouped, T>(p, shared, stages, warp);
-  } else if (warp == kConsumerWarps) {
-    load_codes<kEpilogue, kBits>(p, shared, stages);
+  if (warp < Of::kConsumerWarps) {
+    consume_codes<kEpilogue, kBits, kTileRows, kGrouped, T>(p, shared, stages, warp);
+  } else if (warp == Of::kConsumerWarps) {
+    load_codes<kEpilogue, kBits, kTileRows>(p, shared, stages);
   } else {
     wait_for_previous_kernel();
-    copy_rows<kIntTileK / kTileK, kStages<kBits>>(p, shared, stages, kFewRowsColumns<kEpilogue>, kMostOfWarps<kBits>);
+    copy_rows<kIntTileK / kTileK, Of::kStages, kTileRows>(p, shared, stages, Of::template kColumns<kEpilogue>,
+                                                          kMostOfWarps<kBits>);
   }
 #endif
 }
 
+template <pmo_grouped_result kEpilogue, int kBits, int kTileRows, bool kGrouped, typename T>
+int launch_shape(const pmo_grouped_product_params& p, FewRowsParams params, cudaStream_t stream) {
+  using Of = Shape<kBits, kTileRows>;
+  static SharedMemoryLimit limit;
+  params.column_tiles = static_cast<int>(divide_up(p.width, int64_t{Of::template kColumns<kEpilogue>}));
+  return launch_few_rows(p, params, grouped_gemm_few_rows_int<kEpilogue, kBits, kTileRows, kGrouped, T>, Of::kThreads,
+                         Of::Stages::kSharedBytes, limit, stream, Of::kBlocksPerSm, kTileRows);
+}
+
 template <pmo_grouped_result kEpilogue, int kBits, bool kGrouped, typename T>
 int launch_few_rows_int(const pmo_grouped_product_params& p, const FewRowsParams& params, cudaStream_t stream) {
-  static SharedMemoryLimit limit;
-  return launch_few_rows(p, params, grouped_gemm_few_rows_int<kEpilogue, kBits, kGrouped, T>, kThreads,
-                         Stages<kBits>::kSharedBytes, limit, stream, kBlocksPerSm);
+  const auto at_most = [&](int64_t mean_rows) { return p.num_rows <= mean_rows * p.num_experts; };
+  if (at_most(8)) return launch_shape<kEpilogue, kBits, 16, kGrouped, T>(p, params, stream);
+  return at_most(56) ? launch_shape<kEpilogue, kBits, 64, kGrouped, T>(p, params, stream)
+                     : launch_shape<kEpilogue, kBits, 96, kGrouped, T>(p, params, stream);
 }
 
 }  // namespace

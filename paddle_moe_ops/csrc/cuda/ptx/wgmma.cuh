@@ -111,7 +111,7 @@ __device__ inline void wgmma_m64k16(float (&d)[kCount], uint64_t a, uint64_t b, 
 
 // wgmma.mma_async m64 n<kN> k16 with operand A in registers and K-major B in shared memory: d += A B. Words of lane l of warp w: rows
 // 16 w + l / 4 (a[0], a[2]) and 8 further (a[1], a[3]), elements l % 4 * 2 and the next one along K (a[0], a[1]), and those 8 further.
-// kN is 32 or 64.
+// kN is a multiple of 16 from 32 to 96.
 // clang-format off
 #define PMO_WGMMA_VALUES(N, TYPE, A0, A1, A2, A3, B) \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" PMO_REGISTERS_##N \
@@ -121,10 +121,13 @@ __device__ inline void wgmma_m64k16(float (&d)[kCount], uint64_t a, uint64_t b, 
 
 template <int kN, typename T, int kCount>
 __device__ inline void wgmma_m64k16_values(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b) {
-  static_assert((kN == 32 || kN == 64) && kN / 2 <= kCount);
+  static_assert(kN % 16 == 0 && kN >= 32 && kN <= 96 && kN / 2 <= kCount);
   constexpr int kFirst = 0;
   PMO_WGMMA_N(PMO_WGMMA_VALUES, 32, 16, 17, 18, 19, 20)
+  PMO_WGMMA_N(PMO_WGMMA_VALUES, 48, 24, 25, 26, 27, 28)
   PMO_WGMMA_N(PMO_WGMMA_VALUES, 64, 32, 33, 34, 35, 36)
+  PMO_WGMMA_N(PMO_WGMMA_VALUES, 80, 40, 41, 42, 43, 44)
+  PMO_WGMMA_N(PMO_WGMMA_VALUES, 96, 48, 49, 50, 51, 52)
 }
 
 #undef PMO_WGMMA_VALUES
