@@ -28,8 +28,8 @@ class Kind(NamedTuple):
 KINDS = {
     "bf16": Kind(16, 2e-2),
     "fp8_128x128": Kind(8, 8e-2),
-    "int8": Kind(8, 3e-2, 64),
-    "int4": Kind(4, 0.4, 64),
-    "int4_1x128": Kind(4, 0.3, 64),
+    "int8": Kind(8, 3e-2, 512),
+    "int4": Kind(4, 0.4, 512),
+    "int4_1x128": Kind(4, 0.3, 512),
 }
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 256, 1024)

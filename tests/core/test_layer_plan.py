@@ -89,7 +89,7 @@ def test_few_rows_without_h_have_a_kernel_of_their_own_which_needs_no_tables(
 
 
 # Mean rows per expert up to which the kernel for few rows reads codes.
-MAX_ROWS_OF_FLOAT8, MAX_ROWS_OF_INTEGERS = 24, 64
+MAX_ROWS_OF_FLOAT8, MAX_ROWS_OF_INTEGERS = 24, 512
 
 
 @pytest.mark.parametrize(

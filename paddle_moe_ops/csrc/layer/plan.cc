@@ -51,8 +51,8 @@ constexpr int64_t kMaxColumnsOfGatheringWgrad = 1536;
 // the matrices takes longer than a millisecond, the wider tiles of the swap-AB kernel are faster by 1 to 2 %.
 constexpr int64_t kFewRows = 24, kMaxFewElements = int64_t{3} << 28;
 // The same limit of rows if the kernel reads codes. Beside float8 codes there is the kernel for many rows; beside integers, values in
-// memory, which take longer to compute.
-constexpr int64_t kFewRowsOfFloat8 = 24, kFewRowsOfIntegers = 64;
+// memory, which take as long to compute as the kernel loses at some 700 rows.
+constexpr int64_t kFewRowsOfFloat8 = 24, kFewRowsOfIntegers = 512;
 
 bool has_few_rows(const pmo_layer_facts& f) {
   const bool takes = f.backward == 0 && f.keeps_hidden == PMO_LAYER_RECOMPUTES && f.num_tokens > 0;
