@@ -3,8 +3,8 @@
 
 // dequantize_matrices: the values of the codes of expert matrices (pmo/matrices.h), code * scale, rounded once.
 //
-// A CTA of 256 threads per stored row, in a grid-stride loop over the rows of all matrices: neighbouring threads have neighbouring
-// columns, so loads of codes and stores are coalesced. Memory-bound: E D N (bytes of a code + itemsize).
+// A warp per stored row, in a grid-stride loop over the rows of all matrices. A lane takes eight neighbouring columns, with 4 or 8 bytes
+// of codes, or one column where a row is no multiple of eight. Memory-bound: E D N (bytes of a code + itemsize).
 #include <cstdint>
 
 #include "common/checks.h"
@@ -18,32 +18,65 @@ namespace pmo {
 namespace cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kWarps = kThreads / kWarpSize, kWide = 8;
 
-template <typename Rows>
+// kCount elements as one access reads or writes them.
+template <typename T, int kCount>
+union Elements {
+  Vector<kCount * sizeof(T)> access;
+  T each[kCount];
+};
+
+// Codes of kWidth columns from `column` on as numbers. `row` is that of the values.
+template <int kWidth>
+__device__ inline void load_codes(const pmo_dequantize_matrices_params& p, const uint8_t* codes, int64_t row, int column,
+                                  float (&values)[kWidth]) {
+  if (is_int4(p.format) && p.transpose != 0) {  // two columns to a byte
+    Elements<uint8_t, (kWidth + 1) / 2> pairs;
+    pairs.access = __ldg(reinterpret_cast<const decltype(pairs.access)*>(codes + column / 2));
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) values[i] = static_cast<float>(int4_of(pairs.each[i / 2], (column + i) % 2 != 0));
+    return;
+  }
+  Elements<uint8_t, kWidth> bytes;
+  bytes.access = __ldg(reinterpret_cast<const decltype(bytes.access)*>(codes + column));
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    const uint8_t code = bytes.each[i];
+    values[i] = is_int4(p.format)             ? static_cast<float>(int4_of(code, row % 2 != 0))
+                : p.format == PMO_MATRIX_INT8 ? static_cast<float>(static_cast<int8_t>(code))
+                                              : float8_value(code);
+  }
+}
+
+template <typename Rows, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     dequantize_matrices(const __grid_constant__ pmo_dequantize_matrices_params p, const __grid_constant__ MatrixLayout layout) {
-  const bool is_packed = is_int4(p.format), packs_columns = is_packed && p.transpose != 0;
+  using Element = typename Rows::Element;
+  const bool packs_rows = is_int4(p.format) && p.transpose == 0;
   const int columns = static_cast<int>(layout.columns), scale_width = static_cast<int>(layout.scale_width);
-  for (int64_t i = blockIdx.x; i < p.num_matrices * layout.rows; i += gridDim.x) {
+  const int64_t stride = int64_t{gridDim.x} * kWarps;
+  for (int64_t i = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarpSize; i < p.num_matrices * layout.rows; i += stride) {
     const int64_t matrix = i / layout.rows, row = i - matrix * layout.rows;
-    const int64_t code_row = matrix * layout.code_rows + (is_packed && !packs_columns ? row / 2 : row);
+    const int64_t code_row = matrix * layout.code_rows + (packs_rows ? row / 2 : row);
     const auto* codes = static_cast<const uint8_t*>(p.codes) + code_row * layout.code_columns;
     const float* scales = p.scales + (matrix * layout.scale_rows + row / layout.scale_height) * layout.scale_columns;
-    for (int column = static_cast<int>(threadIdx.x); column < columns; column += kThreads) {
-      const uint8_t code = __ldg(codes + (packs_columns ? column / 2 : column));
-      float value;
-      if (is_packed) {
-        value = static_cast<float>(int4_of(code, (packs_columns ? column : row) % 2 != 0));
-      } else {
-        value = p.format == PMO_MATRIX_INT8 ? static_cast<float>(static_cast<int8_t>(code)) : float8_value(code);
+    for (int column = threadIdx.x % kWarpSize * kWidth; column < columns; column += kWarpSize * kWidth) {
+      float values[kWidth];
+      load_codes(p, codes, row, column, values);
+      const float* const first = scales + column / scale_width;  // of all columns, unless each has its own
+      Elements<Element, kWidth> rounded;
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        rounded.each[j] = Rows::store(__fmul_rn(values[j], __ldg(first + (scale_width == 1 ? j : 0))));
       }
-      const auto rounded = Rows::store(__fmul_rn(value, __ldg(scales + column / scale_width)));
-      if (p.widens != 0) {
-        static_cast<float*>(p.out)[i * columns + column] = Rows::load(rounded);
-      } else {
-        static_cast<typename Rows::Element*>(p.out)[i * columns + column] = rounded;
+      const int64_t at = i * columns + column;
+      if (p.widens == 0) {
+        *reinterpret_cast<decltype(rounded.access)*>(static_cast<Element*>(p.out) + at) = rounded.access;
+        continue;
       }
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) static_cast<float*>(p.out)[at + j] = Rows::load(rounded.each[j]);
     }
   }
 }
@@ -53,9 +86,16 @@ int dequantize(const pmo_dequantize_matrices_params& p, cudaStream_t stream) {
   const MatrixLayout layout(p.format, p.inner, p.outer, p.transpose != 0);
   const int64_t count = p.num_matrices * layout.rows;
   if (count == 0 || layout.columns == 0) return PMO_OK;
-  const Grid grid = {grid_for(count, 1), kThreads};
+  const Grid grid = {grid_for(count, kWarps), kThreads};
+  // Rows begin at multiples of 4 or 8 bytes of codes and of 16 bytes of values.
+  const bool is_wide = layout.columns % kWide == 0 && widest_access({address(p.codes) * 2, address(p.out)}) == 16;
   return with_rows(p.dtype, [&](auto rows) {
-    return launch("dequantize_matrices", dequantize_matrices<decltype(rows)>, grid, stream, p, layout);
+    using Rows = decltype(rows);
+    const auto run = [&](auto* kernel) { return launch("dequantize_matrices", kernel, grid, stream, p, layout); };
+    if constexpr (sizeof(typename Rows::Element) == 2) {
+      if (is_wide) return run(dequantize_matrices<Rows, kWide>);
+    }
+    return run(dequantize_matrices<Rows, 1>);
   });
 }
 
