@@ -167,6 +167,11 @@ class MlpSpec(NamedTuple):
         return self.compute == FLOAT8_WGRADS
 
 
+def maps_of_layer(plan: Any) -> Tensors:
+    """The tensors of a plan that both passes of a layer read, in the order of the library's passes."""
+    return plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets, plan.slot_to_row
+
+
 class Verbs(Protocol):
     """An implementation of the operators over Paddle tensors; callers have checked the arguments.
 

@@ -29,6 +29,7 @@ from .base import (
     Tensors,
     TopkSpec,
     Validation,
+    maps_of_layer,
 )
 
 LIBRARY = _build_check.library()
@@ -189,9 +190,8 @@ def moe_mlp(
     operands = x, gate_up, down, weights
     wanted = [not each.stop_gradient for each in operands]
     keeps = keeps_hidden and any(wanted) and paddle.is_grad_enabled()
-    maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets, plan.slot_to_row
     attributes = transpose, keeps, *wanted, in_place, workspace, by_slot, float8_wgrads
-    out, *kept = _run("moe_mlp_float8" if float8 else "moe_mlp", *operands, *maps, *attributes)
+    out, *kept = _run("moe_mlp_float8" if float8 else "moe_mlp", *operands, *maps_of_layer(plan), *attributes)
     _stop_gradients(*kept)
     return out
 
@@ -216,9 +216,8 @@ def moe_mlp_quantized(
     wanted = not x.stop_gradient, not weights.stop_gradient
     keeps = keeps_hidden and any(wanted) and paddle.is_grad_enabled()
     operands = x, gate_up, gate_up_scales, down, down_scales, weights
-    maps = plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets, plan.slot_to_row
     attributes = transpose, keeps, *wanted, in_place, workspace, by_slot, matrix_format
-    out, hidden = _run("moe_mlp_quantized", *operands, *maps, *attributes)
+    out, hidden = _run("moe_mlp_quantized", *operands, *maps_of_layer(plan), *attributes)
     _stop_gradients(hidden)
     return out
 

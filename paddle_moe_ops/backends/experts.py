@@ -21,6 +21,7 @@ from .base import (
     QuantizeSpec,
     Tensors,
     Validation,
+    maps_of_layer,
 )
 from .changes import Watched, changes_of, count_changes, samples_of
 from .deferred import finished, owned
@@ -257,11 +258,6 @@ def _groups(spec: GemmSpec) -> list[Tensor]:
     return [each for each in (spec.m_sizes, spec.expert_offsets, *maps) if isinstance(each, Tensor)]
 
 
-def _maps(plan: Any) -> Tensors:
-    """The tensors of a plan that a layer reads."""
-    return plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets
-
-
 class GroupedGemm(Call):
     function = "grouped_gemm"
 
@@ -334,7 +330,7 @@ class MoeMlp(Call):
         owns_codes: bool,
     ) -> None:
         super().__init__(kernels, x, gate_up, down, weights)
-        self.watch(*_maps(spec.plan))
+        self.watch(*maps_of_layer(spec.plan))
         self.operands: Any = (x, gate_up, down, weights)
         self.spec, self.owns_codes = spec, owns_codes
         self.parameters = parameters if spec.accumulates else ()
@@ -418,7 +414,7 @@ class DeferredMlp(MoeMlp):
         def compute(destinations: Any) -> tuple[Tensor | None, Tensor | None]:
             return kernels.moe_mlp_wgrads(kept, d_out, x, inner, tables, spec, destinations)
 
-        read = (x, *_maps(spec.plan)) if kernels.defers_wgrads else ()
+        read = (x, *maps_of_layer(spec.plan)) if kernels.defers_wgrads else ()
         return finished(self, deferral, (d_x, d_weights)[: 1 + self.has_d_weights], wanted, compute, read)
 
 

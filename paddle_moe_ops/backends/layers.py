@@ -18,7 +18,7 @@ from .._graphs import GraphValue, constant, dense, float32, to_dtype, without_au
 from .._native import native
 from . import compiled
 from .accumulation import put
-from .base import FLOAT8_ROWS, GemmSpec, Matrices, MlpSpec, Tensors, Validation
+from .base import FLOAT8_ROWS, GemmSpec, Matrices, MlpSpec, Tensors, Validation, maps_of_layer
 from .experts import connected_mlp
 from .groups import check_plan_groups
 from .quantized import FLOAT8_FORMAT, FORMATS, QuantizedMatrices
@@ -221,7 +221,7 @@ class LayerKernels:
         spec: MlpSpec,
         destinations: tuple[Any, Any],
     ) -> tuple[Tensor | None, Tensor | None]:
-        maps, options = _maps(spec), (inner, spec.transpose, spec.workspace)
+        maps, options = maps_of_layer(spec.plan), (inner, spec.transpose, spec.workspace)
         float8 = spec.compute is not None, spec.float8_wgrads
         made = compiled.direct("layer_wgrads", x, *maps, *kept, d_out, *self._sums(destinations), *options, *float8)
         d_gate_up, d_down = _put(destinations, made)
@@ -316,12 +316,7 @@ float8_parts = _LibraryFloat8()
 
 
 def _operands(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, spec: MlpSpec) -> tuple[Tensor, ...]:
-    return x, gate_up, down, _ones(spec.plan) if weights is None else weights, *_maps(spec)
-
-
-def _maps(spec: MlpSpec) -> tuple[Tensor, ...]:
-    plan = spec.plan
-    return plan.token_rows, plan.row_to_token, plan.tokens_per_expert, plan.expert_offsets, plan.slot_to_row
+    return x, gate_up, down, _ones(spec.plan) if weights is None else weights, *maps_of_layer(spec.plan)
 
 
 def _transposed(codes_or_scales: Tensor) -> Tensor:
