@@ -20,6 +20,7 @@ from paddle.jit import ignore_module, not_to_static
 from paddle.jit.dy2static.program_translator import _program_hash
 from paddle.jit.marker import unified
 
+from ._modes import GraphValue, mixed_modes, modes
 from ._native import native
 
 try:
@@ -42,7 +43,11 @@ ignore_module([_FOLDER])
 
 
 def public(
-    *differentiable: str, quick: Callable[..., Any] | None = None, aliases: Mapping[str, str] | None = None
+    *differentiable: str,
+    quick: Callable[..., Any] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    owner: str | None = None,
+    called: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
     """Mark a public function that works on tensors and on graph values alike.
 
@@ -58,6 +63,8 @@ def public(
         differentiable: names of the arguments that have a gradient.
         quick: called first, with the same arguments; its result is returned unless it is None.
         aliases: further names of arguments that callers may use as keywords, each with the name in the signature.
+        owner: the name that begins errors about Paddle's mode, if it is not the function's.
+        called: the caller's names of arguments in these errors, by the name in the signature.
 
     Returns:
         a decorator. The decorated function has the attribute ``differentiable_arguments``, a tuple of the names.
@@ -72,15 +79,23 @@ def public(
         positional = [name for name, each in signature.parameters.items() if each.kind not in by_keyword]
         passed_on = frozenset(index for index, name in enumerate(positional) if name in differentiable)
         last = len(positional) - 1  # *tensors are all one argument
+        names = [(called or {}).get(name, name) for name in positional]
 
         @functools.wraps(function)
         def call(*arguments: Any, **keywords: Any) -> Any:
             if aliases is not None:
                 keywords = _own_names(function.__name__, aliases, positional[: len(arguments)], keywords)
-            if quick is not None:
+            in_dygraph = modes._dygraph_tracer_ is not None
+            if not in_dygraph and not modes._in_to_static_mode_:  # tracing takes tensors of dygraph for constants
+                refuse_other_mode(arguments, keywords)
+            elif quick is not None:
                 result = quick(*arguments, **keywords)
                 if result is not None:
                     return result
+            if in_dygraph:  # in line, since each step of a layer comes here many times
+                for given in (arguments, (*keywords.values(),), *arguments, *keywords.values()):
+                    if isinstance(given, (tuple, list)) and GraphValue in map(type, given):
+                        refuse_other_mode(arguments, keywords)
             for index, argument in enumerate(arguments):
                 if (index if index < last else last) in passed_on or not isinstance(argument, _CARRIERS):
                     continue
@@ -97,6 +112,12 @@ def public(
                 raise
             finally:
                 set_eval_frame(tracer)
+
+        def refuse_other_mode(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            error = mixed_modes(owner or function.__name__, names, arguments, keywords)
+            if error is not None:
+                forget_failed_trace()
+                raise error
 
         call.differentiable_arguments = differentiable  # type: ignore[attr-defined]
         call.__signature__ = signature  # type: ignore[attr-defined]  # paddle.jit does not look through wrappers
@@ -191,9 +212,6 @@ def constant(value: Any) -> Any:
 def constant_if_float8(tensor: Tensor) -> Tensor:
     """Return the tensor, without a gradient if it is float8: Paddle would cast that gradient to float8."""
     return constant(tensor) if not tensor.stop_gradient and tensor.dtype in FLOAT8 else tensor
-
-
-GraphValue = paddle.pir.Value  # stands for a tensor of a static graph
 
 
 def is_graph_value(value: object) -> bool:

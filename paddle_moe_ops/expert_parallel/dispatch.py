@@ -334,7 +334,7 @@ def telling_of_errors(ep: ExpertParallel) -> Iterator[None]:
         raise
 
 
-@public("x", "probs")
+@public("x", "probs", owner=DISPATCH)
 def _dispatch(
     x: Tensor,
     ids: Tensor,
@@ -376,7 +376,7 @@ def _check_arguments(x: Tensor, ids: Tensor, probs: Tensor, copy: bool, async_op
     _checks.same_place(DISPATCH, x=x, ids=ids, probs=probs)
 
 
-@public("out")
+@public("out", owner=f"{_NAME}.combine")
 def _combine(out: Tensor, received: Received, async_op: bool) -> Any:
     name, back = f"{_NAME}.combine", received._way_back
     if async_op is not False:

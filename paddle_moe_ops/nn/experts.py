@@ -352,7 +352,7 @@ def _check_destinations(name: str, given: _Parameters) -> None:
     check_destinations(name, **{argument: each for argument, each in given._asdict().items() if each is not None})
 
 
-@public("rows", "experts")
+@public("rows", "experts", owner=_NAME, called={"counts": "tokens_per_expert"})
 def _by_counts(
     rows: Tensor,
     experts: _Parameters,
@@ -378,7 +378,7 @@ def _by_counts(
     return product(FUNCTIONS[activation](first), down, None, second_bias, groups._replace(deferral=of_down))
 
 
-@public("x", "experts", "probs")
+@public("x", "experts", "probs", owner=_NAME, called={"x": "rows"})
 def _by_plan(
     x: Tensor,
     experts: _Parameters,
@@ -404,7 +404,7 @@ def _by_plan(
         return multiplied(activate(hidden, activation), down, weights, second_bias, groups._replace(deferral=of_down))
 
 
-@public("x", "experts", "probs")
+@public("x", "experts", "probs", owner=_NAME, called={"x": "rows"})
 def _combined(
     x: Tensor,
     experts: _Parameters,
@@ -450,7 +450,7 @@ def _combined(
     return outputs_of(prepared_layer(plan, operands, by_slot, layer, matrices))
 
 
-@public("x", "gate_up_bias", "down_bias", "probs")
+@public("x", "gate_up_bias", "down_bias", "probs", owner=_NAME, called={"x": "rows"})
 def _combined_codes(
     x: Tensor,
     codes: tuple[Tensor, ...],

@@ -391,7 +391,7 @@ class _Traced:
         return self._values if self._program() is paddle.static.default_main_program() else None
 
 
-@public("out", "shared", "x")
+@public("out", "shared", "x", owner=_NAME)
 def _result(out: Tensor, shared: Tensor | None, x: Tensor) -> Tensor:
     """The sum of the rows [T, H] of all experts in the shape of x, [T, H] or [B, S, H]."""
     if shared is not None:
@@ -401,7 +401,7 @@ def _result(out: Tensor, shared: Tensor | None, x: Tensor) -> Tensor:
     return _checks.of_its_shape(_NAME, out)
 
 
-@public("x", "weights")
+@public("x", "weights", owner=_NAME, called={"weights": "the weight"})
 def _tokens(x: Tensor, weights: Tensor, hidden: int) -> Tensor:
     """The tokens [T, H] of [T, H] or [B, S, H]."""
     rank = getattr(x, "ndim", 2)
@@ -413,7 +413,7 @@ def _tokens(x: Tensor, weights: Tensor, hidden: int) -> Tensor:
     return x if rank == 2 else x.reshape([-1, hidden])
 
 
-@public()
+@public(owner=_NAME)
 def _mask(mask: Tensor, x: Tensor) -> Tensor:
     """A mask [T] of tokens [T, H] or [B, S, H]."""
     _checks.tensor(_NAME, "mask", mask, (paddle.bool,), x.shape[:-1])
@@ -458,7 +458,7 @@ def _over_ranks(
     return out, out_of_shared, received.routed_per_expert, received.dropped_slots.reshape([])
 
 
-@public("tokens")
+@public("tokens", owner=_NAME, called={"tokens": "x"})
 def _plan(tokens: Tensor, ids: Tensor, mask: Tensor | None, num_experts: int, capacity_factor: float | None) -> Plan:
     """The row of each slot.
 
@@ -477,7 +477,7 @@ def _plan(tokens: Tensor, ids: Tensor, mask: Tensor | None, num_experts: int, ca
     return planned(ids, None, None, capacity, RouteSpec(num_experts, -1, 1, None, buffer_size, "first", validation))
 
 
-@public("x", "gate_up", "down")
+@public("x", "gate_up", "down", owner="SwiGLU")
 def _swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor, hidden: int, intermediate: int) -> Tensor:
     gate_up, down = of_shape(gate_up, [hidden, 2 * intermediate]), of_shape(down, [intermediate, hidden])
     rank = max(getattr(x, "ndim", 1), 1)

@@ -281,7 +281,7 @@ def _set_float32(bias: Callable[[], Tensor], value: Any) -> None:
     Tensor.set_value(tensor, value.astype("float32"))
 
 
-@public("x", "weight")
+@public("x", "weight", owner="TopKRouter")
 def _choose(
     x: Tensor,
     mask: Tensor | None,
@@ -323,6 +323,6 @@ def capacity_of(
     return paddle.ceil(rows).clip(min=1).astype("int64")
 
 
-@public()
+@public(owner="capacity")
 def _capacity(num_tokens: Any, topk: int, num_experts: int, capacity_factor: float | None) -> Any:
     return capacity_of(num_tokens, topk, num_experts, capacity_factor)
