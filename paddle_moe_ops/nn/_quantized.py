@@ -26,6 +26,8 @@ def replace_matrices(experts: Any, name: str, matrix_format: MatrixFormat) -> No
     The buffers are transposed, [E, 2 * I, H] and [E, H, I], as float8 kernels read them. Float8 codes are int8 bytes:
     `paddle.load` would return a float8 buffer as int8, which the layer then refuses.
     """
+    if not paddle.in_dynamic_mode():
+        raise RuntimeError(f"{name}: quantising needs dygraph, but Paddle is in static mode (paddle.disable_static())")
     _checks.choice(name, "format", matrix_format, FORMATS)
     if experts.matrix_format is not None:
         _checks.bad_value(name, "format", "given once: the matrices are codes already", repr(matrix_format))
