@@ -44,6 +44,7 @@ from .backends import (
     chosen,
     resolve,
 )
+from .backends.base import maps_of_layer
 from .backends.deferred import deferral_of, detached, discard_dw, flush_dw
 from .backends.experts import holds_others, is_default
 from .backends.layers import dequantized, quantized_layer
@@ -386,7 +387,7 @@ def _signature(x: Any, plan: Any, probs: Any, gate_up: Any, down: Any, biases: A
     if type(plan) is not Plan or biases["gate_up_bias"] is not None or biases["down_bias"] is not None:
         return None
     counts: list[int | None] = []
-    tensors: list[Any] = [x, probs]
+    tensors: list[Any] = [x, probs, *maps_of_layer(plan), plan.row_to_slot]
     for each in (gate_up, down):
         if isinstance(each, QuantizedMatrices):
             return None

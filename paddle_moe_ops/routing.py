@@ -13,9 +13,10 @@ from paddle import Tensor
 
 from . import _checks
 from ._graphs import constant, float32, is_graph_value, known_sizes, public
+from ._native import native
 from ._options import Duplicates
 from .backends import Backend, RouteSpec, TopkSpec, Validation, resolve
-from .backends.base import Tensors
+from .backends.base import Tensors, maps_of_layer
 
 __all__ = ["Plan", "calculate_topk", "route"]
 
@@ -120,7 +121,30 @@ def as_plan(function: str, value: Any) -> Plan:
     if type(value) is tuple and len(value) == len(Plan._fields):
         return Plan._make(value)
     _checks.instance(function, "plan", value, Plan, "a paddle_moe_ops.Plan")
+    sizes = value.num_tokens, value.topk, value.num_experts, value.num_rows
+    facts = native.facts(*maps_of_layer(value), value.row_to_slot), *sizes
+    if facts not in _passed:
+        _check_maps(function, value)
+        if facts[0] is not None:
+            if len(_passed) >= _PASSED_KEPT:
+                _passed.clear()
+            _passed.add(facts)
     return value
+
+
+# Facts of plans whose maps passed the checks, and their sizes; a check takes 10 us.
+_passed: set[tuple[Any, ...]] = set()
+_PASSED_KEPT = 1024
+
+
+def _check_maps(function: str, plan: Plan) -> None:
+    """Check the maps that verbs read: a plan may be of the caller's making."""
+    by_slot, by_row = [plan.num_tokens, plan.topk], [plan.num_rows]
+    shapes = {"slot_to_row": by_slot, "token_rows": by_slot, "row_to_token": by_row, "row_to_slot": by_row}
+    shapes["tokens_per_expert"] = [plan.num_experts]
+    shapes["expert_offsets"] = [plan.num_experts + 1]
+    for name, shape in shapes.items():
+        _checks.tensor(function, f"plan.{name}", getattr(plan, name), (paddle.int32,), shape)
 
 
 def tokens_of(plan: Plan) -> tuple[int, str]:

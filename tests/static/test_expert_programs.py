@@ -14,7 +14,7 @@ import paddle
 import pytest
 from paddle.static import InputSpec
 
-from paddle_moe_ops import moe_mlp, route
+from paddle_moe_ops import QuantizedMatrices, moe_mlp, quantize_experts, route
 from paddle_moe_ops.backends import compiled, register_operators
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.gemm import grouped_gemm
@@ -220,3 +220,35 @@ def test_a_layer_that_is_made_in_a_program_is_trained_there(compute):
         losses, biases = zip(*(executor.run(feed={"x": x}, fetch_list=fetched) for _ in range(10)), strict=True)
     assert losses[-1] < losses[0] - 0.05
     assert not np.any(biases)
+
+
+@pytest.mark.parametrize("format", [None, "int8", "int4", "fp8_128x128"])
+def test_the_executor_names_the_argument_of_another_size(format, place):
+    wide = 130
+    given = {"x": np.ones((5, wide), np.float32), "probs": np.ones((5, 1), np.float32)}
+    given["ids"] = np.arange(5, dtype=np.int64).reshape(5, 1) % E
+    matrices = np.ones((E, wide, 6), np.float32), np.ones((E, 3, wide), np.float32)
+    tensors = [tensor(each, place) for each in matrices]
+    codes = [] if format is None else [part for each in quantize_experts(*tensors, format=format) for part in each[:2]]
+    arrays_of_codes = [(each.view("int8") if "float8" in str(each.dtype) else each).numpy() for each in codes]
+    for number, each in enumerate(arrays_of_codes or matrices):
+        given[f"m{number}"] = each
+    with static_mode(), paddle.static.program_guard(paddle.static.Program()):
+        data = {
+            name: paddle.static.data(
+                name, [-1, -1] if each.ndim == 2 and name in ("x", "probs") else each.shape, str(each.dtype)
+            )
+            for name, each in given.items()
+        }
+        stored = [data[f"m{number}"] for number in range(len(arrays_of_codes or matrices))]
+        if format is not None:
+            stored = [QuantizedMatrices(*stored[at : at + 2], format) for at in (0, 2)]
+        out = moe_mlp(data["x"], route(data["ids"], num_experts=E), data["probs"], *stored)
+        program, executor = paddle.static.default_main_program(), paddle.static.Executor()
+        for name, array, text in (
+            ("x", np.ones((5, wide - 2), np.float32), rf"x must be of shape \[.*, {wide}\]"),
+            ("probs", np.ones((4, 1), np.float32), r"probs must be of shape \[5, 1\]"),
+        ):
+            with pytest.raises(ValueError, match=f"moe_mlp: {text}, but got"):
+                executor.run(program, feed={**given, name: array}, fetch_list=[out])
+        assert executor.run(program, feed=given, fetch_list=[out])[0].shape == (5, wide)

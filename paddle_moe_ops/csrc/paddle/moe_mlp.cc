@@ -18,12 +18,19 @@ namespace {
 int64_t inner_of(const MlpAttributes& a, const MlpOperands& o) { return dim(o.gate_up.shape(), a.transpose ? 1 : 2) / 2; }
 
 void check_quantized(const MlpAttributes& a, const MlpOperands& o) {
-  require_rank(o.gate_up, 3, kMoeMlp, "gate_up");
   require_shape(o.gate_up, {o.down.shape()[0], -1, -1}, kMoeMlp, "gate_up");
   const int64_t columns = o.x.shape()[1], inner = inner_of(a, o);
   const MatrixScales& scales = *o.scales;
   require_codes({o.gate_up, scales.gate_up, scales.format, columns, 2 * inner, a.transpose, o.x.dtype()}, kMoeMlp, "gate_up");
   require_codes({o.down, scales.down, scales.format, inner, columns, a.transpose, o.x.dtype()}, kMoeMlp, "down");
+}
+
+// If both matrices agree on the width of tokens, an error names the tokens.
+void check_width(const MlpAttributes& a, const MlpOperands& o) {
+  require_rank(o.gate_up, 3, kMoeMlp, "gate_up");
+  const int64_t columns = dim(o.down.shape(), a.transpose ? 1 : 2), rows = dim(o.gate_up.shape(), a.transpose ? 2 : 1);
+  const bool is_packed = o.scales != nullptr && rows == (columns + 1) / 2;
+  if (rows == columns || is_packed) require_shape(o.x, {-1, columns}, kMoeMlp, "x");
 }
 
 // Checks all operands; returns the target.
@@ -33,6 +40,7 @@ const Target& checked(const Target& target, const MlpAttributes& a, const MlpOpe
   require_rank(o.token_rows, 2, kMoeMlp, "token_rows");
   require_shape(o.x, {o.token_rows.shape()[0], -1}, kMoeMlp, "x");
   require_rank(o.down, 3, kMoeMlp, "down");
+  check_width(a, o);
   const int64_t experts = o.down.shape()[0], columns = o.x.shape()[1];
   if (o.scales != nullptr) {
     check_quantized(a, o);
@@ -51,8 +59,8 @@ const Target& checked(const Target& target, const MlpAttributes& a, const MlpOpe
     require_shape(o.slot_to_row, {o.x.shape()[0], -1}, kMoeMlp, "slot_to_row");
     require_dtype(o.slot_to_row, paddle::DataType::INT32, kMoeMlp, "slot_to_row");
   }
-  require_shape(o.weights, a.by_slot ? o.slot_to_row.shape() : o.row_to_token.shape(), kMoeMlp, "weights");
-  require_dtype(o.weights, paddle::DataType::FLOAT32, kMoeMlp, "weights");
+  require_shape(o.weights, a.by_slot ? o.slot_to_row.shape() : o.row_to_token.shape(), kMoeMlp, "probs");
+  require_dtype(o.weights, paddle::DataType::FLOAT32, kMoeMlp, "probs");
   require_shape(o.sizes, {experts}, kMoeMlp, "sizes");
   return target;
 }
