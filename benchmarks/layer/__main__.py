@@ -3,7 +3,7 @@
 r"""Checks and times layers of experts on an NVIDIA GPU with PyTorch; Paddle is not needed.
 
     python3 -m benchmarks.layer --core-library libpmo_core.so --commit COMMIT \
-        --out benchmarks/results/h200-layer.jsonl [--shapes ernie-21b ...]
+        --out benchmarks/results/h200-layer.jsonl [--shapes ernie-21b ...] [--extend]
 
 A line of the result is one implementation of one shape and routing, in one mode ("eager" calls, or replays of a CUDA
 "graph"): medians, minima and maxima of forward and backward passes with a cold L2 in microseconds, TFLOP/s of the
@@ -32,6 +32,7 @@ from benchmarks.spread import time_fields
 
 from .implementations import FLOAT8, IMPLEMENTATIONS, WORKSPACE_MB, Passes
 from .inputs import Inputs
+from .result_file import open_results
 from .shapes import ROUTINGS, SHAPES, Shape
 
 _FLUSH_BYTES = 512 << 20  # several times the L2 of any GPU of today
@@ -220,26 +221,26 @@ def main() -> int:
         action="store_true",
         help="implementations are called in turns, so that the GPU's clock is the same for all; needs memory for all",
     )
+    parser.add_argument(
+        "--extend", action="store_true", help="adds the shapes to an existing file of the same machine and versions"
+    )
     parser.add_argument("--core-library", type=Path, help="libpmo_core.so, for its kernels on Hopper")
     parser.add_argument("--commit", default="unknown", help="commit of the sources")
     arguments = parser.parse_args()
     failed = False
     groups = [arguments.impl] if arguments.in_turns else [[each] for each in arguments.impl]
     options = groups, arguments.modes, arguments.samples, arguments.core_library
-    with arguments.out.open("w", encoding="utf-8") as file:
-
-        def report(line: dict[str, Any]) -> None:
-            print(json.dumps(line), flush=True)
-            file.write(json.dumps(line) + "\n")
-
-        date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-        facts = {**gpu_facts(), "commit": arguments.commit, "date": date, "workspace_mb": WORKSPACE_MB}
-        report({"machine": True, **facts, **peer_versions(arguments.impl)})
+    date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    facts = {**gpu_facts(), "commit": arguments.commit, "date": date, "workspace_mb": WORKSPACE_MB}
+    machine = {"machine": True, **facts, **peer_versions(arguments.impl)}
+    with open_results(arguments.out, machine, arguments.shapes if arguments.extend else None) as file:
+        print(json.dumps(machine), flush=True)
         for shape in arguments.shapes:
             for routing in arguments.routings:
                 for line in lines(shape, routing, *options):
                     failed |= "error" in line
-                    report(line)
+                    print(json.dumps(line), flush=True)
+                    file.write(json.dumps(line) + "\n")
     return 1 if failed else 0
 
 

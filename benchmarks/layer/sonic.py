@@ -8,18 +8,22 @@ a router and its sort.
 
 QuACK tunes each of the six GEMMs when a shape is first called, and SonicMoE tunes its two sums: all configurations
 that they have for Hopper, by their own rules, unless ``tuned`` is False, which uses QuACK's default configuration for
-every GEMM.
+every GEMM. QuACK 0.6 times a configuration by 200 calls, which takes minutes for a shape; here it does by
+`_TIMED_CALLS`.
+
+The packages must be in a folder named ``site-packages``: QuACK 0.6 hashes all functions that an epilogue calls, but for
+those of such a folder, and fails at those of CUTLASS that it can't hash.
 
 Environment variables: QUACK_CACHE_DIR is the cache of compiled kernels (for all shapes) and of tuning times (for each).
-QUACK_COMPILE_WORKERS above 1 makes QuACK start that many processes in sequence for each of its GEMMs without compiled
-kernels, which takes longer than it saves; to compile in parallel, start processes before.
+QUACK_COMPILE_WORKERS is the number of processes that compile. QuACK 0.6 keeps them. Version 0.3 starts them for each
+GEMM without compiled kernels, so 1 is faster there.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -27,20 +31,28 @@ from .inputs import Inputs
 
 __all__ = ["sonic_layer"]
 
-_TUNED = "gemm_tuned", "gemm_gated_tuned", "gemm_dgated_tuned"  # QuACK's tuning functions that a layer calls
-_found: dict[str, list[Any]] = {}  # their configurations
+_TIMED_CALLS = 20
+_GEMMS = "gemm", "gemm_gated", "gemm_dgated"  # QuACK's functions that a layer calls
 
 
 def _choose(tuned: bool) -> None:
-    """Has QuACK's functions tune, or take the configuration that they have for one that is not tuned."""
-    quack = importlib.import_module("quack.gemm_interface")
-    default = importlib.import_module("quack.autotuner").AutotuneConfig(config=None)
-    for name in _TUNED:
-        function = getattr(quack, name, None)
-        if function is None:  # since 0.6 the gated GEMMs are tuned elsewhere
-            continue
-        all_of_them = _found.setdefault(name, function.configs)
-        function.configs = all_of_them if tuned else [default]
+    """Let SonicMoE call QuACK's GEMMs with tuning, or with their default configurations."""
+    interface = importlib.import_module("quack.gemm_interface")
+    for module in (importlib.import_module(f"sonicmoe.functional.{name}") for name in ("forward", "backward")):
+        for name in _GEMMS:
+            if hasattr(module, name):
+                setattr(module, name, functools.partial(getattr(interface, name), tuned=tuned))
+
+
+@functools.cache
+def _shorten_tuning() -> None:
+    """Reduce the timed calls of QuACK's tuner, if its version times them in a CUDA graph."""
+    tuner = importlib.import_module("quack.autotuner")
+    measure = getattr(tuner, "_bench_cuda_graph_l2_rotate", None)
+    if measure is not None:
+        tuner._bench_cuda_graph_l2_rotate = functools.partial(  # type: ignore[attr-defined]
+            measure, warmup_target_ms=0, n_timed_calls=_TIMED_CALLS
+        )
 
 
 def matrices_of(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,6 +72,7 @@ def sonic_layer(inputs: Inputs, tuned: bool) -> tuple[Callable[[], torch.Tensor]
     functional = importlib.import_module("sonicmoe.functional")
     swiglu = importlib.import_module("sonicmoe.enums").ActivationType.SWIGLU
     _choose(tuned)
+    _shorten_tuning()
     i, (tokens, _, _, _, topk) = inputs, inputs.shape
     leaves = [each.detach().requires_grad_() for each in (i.x, i.probs, *matrices_of(i))]
     rows = i.rows_of_slots.reshape(-1)

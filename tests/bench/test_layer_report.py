@@ -128,11 +128,18 @@ def test_of_unsloths_configurations_the_fastest_counts(written):
 
 
 def test_a_peer_is_named_with_its_version(written):
-    machine = {**MACHINE, "liger_kernel": "0.8.5"}
+    machine = {**MACHINE, "liger_kernel": "0.8.5", "unsloth": "2026.10.9"}
     page = written(**{"a": [MACHINE, line()], "a-layer-peers": [machine, line(), line(impl="Liger", forward=250.0)]})
     section = page[page.index("## Beside Unsloth, Liger and cuBLAS") :]
-    assert "liger_kernel 0.8.5" in section
+    assert "unsloth 2026.10.9, liger_kernel 0.8.5" in section
     assert "| ours | Liger |" in section
+
+
+def test_a_peer_of_a_result_without_its_version_is_named_without_one(written):
+    page = written(**{"a": [MACHINE, line()], "a-layer-peers": [MACHINE, line(), line(impl="Unsloth 0")]})
+    section = page[page.index("## Beside Unsloth") :]
+    assert "triton 1, commit 1, date" in section
+    assert "2026.10" not in section
 
 
 SONIC = {**MACHINE, "sonic_moe": "0.1", "quack_kernels": "0.3", "cutlass_dsl": "4.4"}
