@@ -228,7 +228,7 @@ class Run:
         while outcome is None and time.monotonic() < self._end and (mutant := sample.next()) is not None:
             start = time.monotonic()
             outcome = copy.try_mutant(area, pytest_of(self._tree, area), record, mutant)
-            how, survived = outcome or ("", False)
+            survived, how = outcome or (False, "")
             result = sample.result(mutant, how, survived=survived, seconds=time.monotonic() - start)
             result = result._replace(commit=self._commit)
             self._tell(result)
