@@ -370,6 +370,19 @@ def test_bad_matrices_to_quantise_raise(arguments, error, message):
         quantize_experts(**given)
 
 
+def test_matrices_of_a_graph_are_not_quantised():
+    paddle.enable_static()
+    try:
+        with paddle.static.program_guard(paddle.static.Program()):
+            gate_up, down = paddle.static.data("gate_up", [2, 4, 6]), paddle.static.data("down", [2, 3, 4])
+            with pytest.raises(
+                TypeError, match=r"^quantize_experts: gate_up must be a tensor of dygraph.* a static graph$"
+            ):
+                quantize_experts(gate_up, down, format="int8")
+    finally:
+        paddle.disable_static()
+
+
 def test_no_values_are_read_outside_of_codes_that_a_program_describes_wrongly(place):
     """A program from a file may pass any tensors to the operators."""
     arguments = layer_arguments(place)

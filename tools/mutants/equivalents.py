@@ -41,7 +41,7 @@ EQUIVALENT = (
     (r"demo/checks\.py", "method dropped", r"bincount\(ids\.numpy", "NumPy reads a tensor as well"),
     (r"demo/training\.py", "", r"optimizer\.AdamW\(|beta|weight_decay|grad_clip", "any of them learns"),
     (r"demo/checks\.py", "", r"axis=|unsqueeze|shape\[-1\]|one_hot", "the last axis of a matrix is its second"),
-    (r"", "keyword dropped", r"take_along_axis|argsort", "the last axis, which is the default"),
+    (r"", "keyword dropped", r"take_along_axis|argsort|F\.softmax\(.*axis=-1", "the last axis, which is the default"),
     (r"backends/", "arguments swapped", r"first_order_only\(", "any of the inputs may carry a graph"),
     (r"backends/gradients\.py", "constant", r"if mask_experts < 0 else", "a mask has one expert at least"),
     (
@@ -103,7 +103,7 @@ EQUIVALENT = (
         r"descriptor_memory\(|try:|ALLOCATOR",
         "descriptors need a GPU",
     ),
-    (r"expert_parallel/", "method dropped", r"\.keys\(\) & ", "keys take a dict as well"),
+    (r"", "method dropped", r"\.keys\(\) & ", "keys take a dict as well"),
     (
         r"expert_parallel/alltoall\.py",
         "constant|elements swapped",
@@ -140,6 +140,20 @@ EQUIVALENT = (
         r"records = filled\(",
         "`rank_plan` writes all that `rank_records` reads, also into memory of earlier calls",
     ),
+    (
+        r"expert_parallel/alltoall\.py",
+        "method dropped",
+        r"^        return numbers\.numpy\(\)$",
+        "a tensor on the host has the same methods",
+    ),
+    (
+        r"expert_parallel/alltoall\.py",
+        "constant",
+        r"full_like\(plan\.slot_to_row, -1\)",
+        "any id that no rank has",
+    ),
+    (r"expert_parallel/alltoall\.py", "keyword dropped", r"place=rows\.place", "the suites on a GPU see it"),
+    (r"hybrid_ep\.py", "keyword dropped", r"broadcast=False", "shapes that agree need no broadcast"),
     (
         r"expert_parallel/agreement\.py",
         "comparison",
