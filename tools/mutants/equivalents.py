@@ -94,6 +94,7 @@ EQUIVALENT = (
     (r"reference/|testing/", "keyword dropped", r"np\.errstate\(", "warnings"),
     (r"testing/selftest\.py", "constant", r"^(CASES|EMPTY) = |Case\(T=64", "any shapes"),
     (r"testing/selftest\.py", "keyword dropped", r"^        d_out, d_slots = ", "gradients of another dtype are cast"),
+    (r"testing/routing\.py", "comparison", r"rng\.random\(ids\.shape\) < 0\.5", "a float does not equal its limit"),
     (r"testing/tolerances\.py", "method dropped", r"expected\.astype\(np\.float64\)", "float32 is exact enough"),
     (r"triton/ops/route\.py", "opposite", r"8192 // width", "sizes of pieces"),
     (r"triton/ops/unpermute_backward\.py", "", r"programs_per_token = ", "how many programs share a token"),
