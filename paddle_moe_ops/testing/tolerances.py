@@ -111,8 +111,8 @@ def dot_chain(hidden: int) -> int:
 
     Examples:
         >>> from paddle_moe_ops.testing.tolerances import dot_chain
-        >>> dot_chain(64)
-        8
+        >>> dot_chain(64), dot_chain(65)
+        (8, 9)
     """
     return -(-hidden // _DOT_LANES) + _DOT_TREE_LEVELS
 
