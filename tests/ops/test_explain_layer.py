@@ -351,3 +351,13 @@ def test_gradients_of_matrices_that_wait(place, options, expected):
     assert expected in text
     assert "dW:" not in explain("moe_mlp", x, plan, None, gate_up.detach(), down.detach(), **options)
     assert "dW:" not in explain("moe_mlp", x, plan, None, gate_up, down)
+
+
+@pytest.mark.parametrize(("frozen", "due"), [((), 3024), ((0,), 1584), ((1,), 2304)], ids=str)
+def test_only_matrices_with_a_gradient_wait_and_may_be_transposed(frozen, due, place):
+    x, plan = paddle.randn([9, 12]), route(paddle.arange(18).reshape([9, 2]) % 4, num_experts=4)
+    matrices = [paddle.create_parameter(shape, "float32") for shape in ([4, 20, 12], [4, 12, 10])]
+    for each in frozen:
+        matrices[each].stop_gradient = True
+    text = explain("moe_mlp", x, plan, None, *matrices, transpose=True, defer_dw=True)
+    assert f"{due} bytes are kept until then" in text
