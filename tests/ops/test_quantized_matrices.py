@@ -70,7 +70,10 @@ def test_codes_and_scales_of_parameters_have_no_graph(format, place):
     parameters = [tensor(np.ones(shape, np.float32), place) for shape in ((2, 32, 64), (2, 32, 32))]
     for each in parameters:
         each.stop_gradient = False
-    for made in quantize_experts(*parameters, format=format):
+    in_lists = [
+        paddle.nn.ParameterList([paddle.create_parameter(each.shape[1:], "float32")] * 2) for each in parameters
+    ]
+    for made in (*quantize_experts(*parameters, format=format), *quantize_experts(*in_lists, format=format)):
         assert made.codes.stop_gradient
         assert made.scales.stop_gradient
 
@@ -331,6 +334,13 @@ def test_float8_codes_are_for_swiglu_without_biases(options, place):
         options = {"down_bias": tensor(np.zeros((3, 32), np.float32), place)}
     with pytest.raises(ValueError, match="moe_mlp: gate_up must be of integer codes with biases or another activation"):
         moe_mlp(**arguments, **options)
+
+
+def test_float8_codes_of_another_dtype_are_refused(place):
+    arguments = layer_arguments(place, "fp8_128x128")
+    arguments["gate_up"] = changed(arguments["gate_up"], codes=arguments["gate_up"].codes.view("uint8").astype("int32"))
+    with pytest.raises(TypeError, match=r"gate_up.codes must be of dtype float8_e4m3fn, uint8 or int8, but got int32$"):
+        moe_mlp(**arguments)
 
 
 def test_codes_without_scales_are_refused_with_a_remedy(place):

@@ -294,6 +294,7 @@ EQUIVALENT = (
         "a softmax of shifted numbers",
     ),
     (r"csrc/cpu/pool\.cc", "statement dropped", r"^ {6}work\(\);$", "of a worker: the caller does its tasks"),
+    (r"csrc/cpu/", "constant", r"int64_t bytes = count", "how many threads share the work"),
     (r"csrc/cpu/", "constant", r"parallel_ranges\([^,]+, [^,]*\b\d+\b[^,]*,", "how many threads share the work"),
     (
         r"csrc/layer/plan\.cc",
