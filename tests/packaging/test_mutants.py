@@ -198,4 +198,4 @@ def test_results_of_a_run_become_a_page_and_are_not_tried_again(tmp_path, monkey
     again = tool("--results", results)
     assert "source.py" not in again
     assert again.splitlines()[-1].split() == ["small", "2", "1", "50%", "0"]
-    assert tool("--table", results).endswith("\n| small | 2 | 2 | 1 | 50% | 0 | 0% |  |\n")
+    assert tool("--table", results).endswith("\n| small | 2 | 2 | 1 | 50% | 0 | 0% | not kept |\n")

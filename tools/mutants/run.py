@@ -38,7 +38,9 @@ describes them.
 * faults: all faults of the area's sources
 * tried: faults of the sample that are not in the list of equivalents, with the share of them that survived
 * equivalent: faults of the sample in that list, with their share in the sample
-* commit: the one that the area's latest faults were tried on
+* commit: the one that the area's latest faults were tried on; those noticed before are not tried again
+
+An area whose sample is not tried in full has fewer than {count} tried faults.
 
 | area | faults | tried | survived | share | equivalent | share | commit |
 |---|--:|--:|--:|--:|--:|--:|---|
@@ -278,7 +280,16 @@ def table(tree: Path, paths: Sequence[Path], count: int, seed: int) -> str:
         shares = [
             f"{part / max(1, whole):.0%}" for part, whole in ((survived, len(tried)), (equivalent, len(sample.results)))
         ]
-        cells = [area, len(sample.all), len(tried), survived, shares[0], equivalent, shares[1], latest[area]]
+        cells = [
+            area,
+            len(sample.all),
+            len(tried),
+            survived,
+            shares[0],
+            equivalent,
+            shares[1],
+            latest[area] or "not kept",
+        ]
         rows.append(f"| {' | '.join(map(str, cells))} |\n")
     return PAGE.format(count=count, seed=seed, rows="".join(rows))
 
