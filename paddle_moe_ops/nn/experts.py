@@ -433,7 +433,7 @@ def _combined(
     if defer_dw:
         check_deferrable(name, x, defer_dw, gate_up=experts.gate_up, down=experts.down)
     gate_up, down, gate_up_bias, down_bias = _of_shapes(experts, *sizes_of)
-    if compute is None and gate_up_bias is None and down_bias is None:
+    if compute is None and gate_up_bias is None:
         options = {"activation": activation, "keep": keep, "workspace_mb": int(workspace_mb)}
         gradients = {"accumulate": accumulate, "defer_dw": defer_dw}
         out = quick_moe_mlp(x, plan, probs, gate_up, down, **options, **gradients)

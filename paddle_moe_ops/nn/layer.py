@@ -240,7 +240,7 @@ class MoELayer(nn.Layer):
     def _warn_of_lost_graph(self, name: str, last: tuple[Any, ...]) -> None:
         """Warn if a loss is read to train the router, but its forward pass has recorded no graph."""
         logits = last[3]
-        if is_graph_value(logits) or not logits.stop_gradient or not (self.training and paddle.is_grad_enabled()):
+        if not logits.stop_gradient or not (self.training and paddle.is_grad_enabled()):
             return
         if not self.router.weight.stop_gradient:
             warn_user(

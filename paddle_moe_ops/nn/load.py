@@ -143,13 +143,12 @@ class ExpertLoad:
                 raise RuntimeError(f"{_NAME}.aux_losses: call it after a forward pass of every MoELayer")
             layer._warn_of_lost_graph("aux_loss", last)
             passes.append(last)
-        with paddle.no_grad():
-            parts = []
-            for earlier, (load, _, scores, _, mask) in zip(counted, passes, strict=True):
-                load = load.astype("int64")
-                tokens = paddle.full([1], scores.shape[0], "int64") if mask is None else mask.astype("int64").sum()
-                parts += [load + earlier if of_step else load, tokens.reshape([1])]
-            parts = self._over_ranks(parts)
+        parts = []
+        for earlier, (load, _, scores, _, mask) in zip(counted, passes, strict=True):
+            load = load.astype("int64")
+            tokens = paddle.full([1], scores.shape[0], "int64") if mask is None else mask.astype("int64").sum()
+            parts += [load + earlier if of_step else load, tokens.reshape([1])]
+        parts = self._over_ranks(parts)
         losses = []
         for number, (layer, (_, _, scores, logits, mask)) in enumerate(zip(self._layers, passes, strict=True)):
             load, tokens = parts[2 * number : 2 * number + 2]
@@ -208,8 +207,7 @@ class LoadCount:
             nonlocal is_counted
             if not is_counted:
                 is_counted = True
-                with paddle.no_grad():
-                    more = load.astype("int64")
-                    self.load = more if self.load is None else self.load + more
+                more = load.astype("int64")
+                self.load = more if self.load is None else self.load + more
 
         logits.register_hook(arrived)

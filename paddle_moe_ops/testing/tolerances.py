@@ -98,8 +98,8 @@ def score_tols(dtype: DTypeLike, num_experts: int) -> Tolerance:
 
     Examples:
         >>> from paddle_moe_ops.testing.tolerances import score_tols
-        >>> score_tols("float32", num_experts=8).of_result
-        0
+        >>> score_tols("float32", num_experts=8).of_magnitude == (2 * 8 + 32 + 8) * 2**-24
+        True
     """
     name = np.dtype(dtype).name
     chain = (2 * num_experts + 32) * _UNIT_ROUNDOFF["float32"]
@@ -111,8 +111,8 @@ def dot_chain(hidden: int) -> int:
 
     Examples:
         >>> from paddle_moe_ops.testing.tolerances import dot_chain
-        >>> dot_chain(64)
-        8
+        >>> dot_chain(64), dot_chain(65)
+        (8, 9)
     """
     return -(-hidden // _DOT_LANES) + _DOT_TREE_LEVELS
 

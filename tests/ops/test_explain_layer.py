@@ -236,6 +236,15 @@ def test_copies_that_bring_lists_together_are_counted(rng):
     )
 
 
+def test_copies_of_a_pair_of_matrices_are_counted():
+    plan = route(paddle.to_tensor([[0], [1], [1]]), num_experts=2)
+    x, gate_up, down = paddle.ones([3, 8]), [paddle.ones([8, 12])] * 2, [paddle.ones([6, 8])] * 2
+    x.stop_gradient = False
+    pairs = [[each.clone() for each in matrices] for matrices in (gate_up, down)]
+    size = sum(each.size * each.element_size() for matrices in pairs for each in matrices)
+    assert said_of((x, plan, None, *pairs), compute=FLOAT8)["kept"].endswith(f"and copies of matrices, {size} bytes")
+
+
 def test_float8_matrices_that_hold_nothing_still_hold_nothing_afterwards(rng):
     layer, kept = Layer(rng, ODD, BF16, sizes=(72, 16)), Float8Matrices()
     operands, options = arguments_of(layer, layer.leaves("cpu"))
@@ -351,3 +360,13 @@ def test_gradients_of_matrices_that_wait(place, options, expected):
     assert expected in text
     assert "dW:" not in explain("moe_mlp", x, plan, None, gate_up.detach(), down.detach(), **options)
     assert "dW:" not in explain("moe_mlp", x, plan, None, gate_up, down)
+
+
+@pytest.mark.parametrize(("frozen", "due"), [((), 3024), ((0,), 1584), ((1,), 2304)], ids=str)
+def test_only_matrices_with_a_gradient_wait_and_may_be_transposed(frozen, due, place):
+    x, plan = paddle.randn([9, 12]), route(paddle.arange(18).reshape([9, 2]) % 4, num_experts=4)
+    matrices = [paddle.create_parameter(shape, "float32") for shape in ([4, 20, 12], [4, 12, 10])]
+    for each in frozen:
+        matrices[each].stop_gradient = True
+    text = explain("moe_mlp", x, plan, None, *matrices, transpose=True, defer_dw=True)
+    assert f"{due} bytes are kept until then" in text

@@ -70,7 +70,10 @@ def test_codes_and_scales_of_parameters_have_no_graph(format, place):
     parameters = [tensor(np.ones(shape, np.float32), place) for shape in ((2, 32, 64), (2, 32, 32))]
     for each in parameters:
         each.stop_gradient = False
-    for made in quantize_experts(*parameters, format=format):
+    in_lists = [
+        paddle.nn.ParameterList([paddle.create_parameter(each.shape[1:], "float32")] * 2) for each in parameters
+    ]
+    for made in (*quantize_experts(*parameters, format=format), *quantize_experts(*in_lists, format=format)):
         assert made.codes.stop_gradient
         assert made.scales.stop_gradient
 
@@ -333,6 +336,13 @@ def test_float8_codes_are_for_swiglu_without_biases(options, place):
         moe_mlp(**arguments, **options)
 
 
+def test_float8_codes_of_another_dtype_are_refused(place):
+    arguments = layer_arguments(place, "fp8_128x128")
+    arguments["gate_up"] = changed(arguments["gate_up"], codes=arguments["gate_up"].codes.view("uint8").astype("int32"))
+    with pytest.raises(TypeError, match=r"gate_up.codes must be of dtype float8_e4m3fn, uint8 or int8, but got int32$"):
+        moe_mlp(**arguments)
+
+
 def test_codes_without_scales_are_refused_with_a_remedy(place):
     codes = paddle.ones([3, 32, 64]).astype("float8_e4m3fn")
     with pytest.raises(TypeError, match=r"must be of dtype float32, but got float8_e4m3fn; .*QuantizedMatrices"):
@@ -368,6 +378,19 @@ def test_bad_matrices_to_quantise_raise(arguments, error, message):
     given = {"gate_up": paddle.ones([2, 4, 6]), "down": paddle.ones([2, 3, 4]), "format": "int8", **arguments}
     with pytest.raises(error, match=re.escape(f"quantize_experts: {message}")):
         quantize_experts(**given)
+
+
+def test_matrices_of_a_graph_are_not_quantised():
+    paddle.enable_static()
+    try:
+        with paddle.static.program_guard(paddle.static.Program()):
+            gate_up, down = paddle.static.data("gate_up", [2, 4, 6]), paddle.static.data("down", [2, 3, 4])
+            with pytest.raises(
+                TypeError, match=r"^quantize_experts: gate_up must be a tensor of dygraph.* a static graph$"
+            ):
+                quantize_experts(gate_up, down, format="int8")
+    finally:
+        paddle.disable_static()
 
 
 def test_no_values_are_read_outside_of_codes_that_a_program_describes_wrongly(place):

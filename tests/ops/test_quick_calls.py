@@ -321,8 +321,10 @@ def test_calls_of_moe_permute_with_anything_out_of_the_ordinary_are_not_even_tri
         moe_permute(x, None, ids, probs, ODD.E, [], ODD.A)
     with pytest.raises(TypeError, match="positional arguments"):
         moe_permute(x, None, ids, probs, *sizes, True, False, False, -1, None, "one more")
+    rows, rowmap, row_probs, _ = moe_permute(x, scale, ids, probs, *sizes)[:4]
     with use_backend("compiled"):
         moe_permute(x, None, ids, probs, *sizes)
+        moe_unpermute(rows, rowmap, ids, row_probs, x.shape[0], ODD.E)
     assert answers == []
 
 

@@ -78,6 +78,7 @@ def test_zipf_has_hot_and_cold_experts(rng):
     loads = np.sort(counts(zipf(rng, 4000, 2, 64), 64))
     assert loads[-1] > 20 * loads[0]
     assert loads[-1] < 2500  # with an exponent of 2 some 3,500
+    assert loads[-1] > 1.5 * loads[-2]  # the second is drawn half as often
     assert (counts(zipf(rng, 4000, 2, 64, exponent=0.0), 64) > 60).all()
 
 
@@ -190,6 +191,14 @@ def test_what_is_not_finite_is_never_within_tolerance(value):
         assert_close_sums(np.float32([1, value]), np.float32([1, 1]), np.ones(2), tolerance, what="sum")
 
 
+def test_a_sum_of_nothing_may_be_off_by_the_smallest_step():
+    step, zeros = 2.0**-24, np.zeros(2, np.float16)
+    arguments = (zeros, np.zeros(2), dtype_tols(np.float16, 4))
+    assert_close_sums(np.float16([0, step]), *arguments, what="sum")
+    with pytest.raises(AssertionError, match=r"at \[1\]"):
+        assert_close_sums(np.float16([0, 2 * step]), *arguments, what="sum")
+
+
 def test_another_dtype_or_shape_is_never_within_tolerance():
     tolerance = dtype_tols(np.float32, 4)
     with pytest.raises(AssertionError, match=re.escape("sum: float64 [2] instead of float32 [2]")):
@@ -197,6 +206,15 @@ def test_another_dtype_or_shape_is_never_within_tolerance():
 
 
 # ---- selftest
+
+
+@pytest.mark.compiled_only
+@pytest.mark.parametrize(("number", "name"), [*enumerate(("rows", "rowmap", "probabilities", "scales"))])
+def test_selftest_names_a_wrong_result_of_float8_rows(number, name, monkeypatch):
+    monkeypatch.setattr(ops, "moe_permute", with_wrong_result(ops.moe_permute, number))
+    with pytest.raises(AssertionError, match=f"^{name}:"):
+        selftest._check_float8()
+
 
 # The operators of each check, with the numbers of results, and with those of arguments that have gradients.
 OF_CHECKS = {
@@ -264,6 +282,6 @@ def test_selftest_notices_each_result_and_each_gradient(check, monkeypatch):
     for make, number in wrong:
         problem = selftest._Problem(selftest.CASES[0], selftest.FLOAT32)
         monkeypatch.setattr(ops, operator, make(right, number))
-        with pytest.raises(AssertionError):
+        with pytest.raises(AssertionError, match="^gradient" if make is with_wrong_gradient else "^(?!gradient)"):
             getattr(problem, name)()
         monkeypatch.setattr(ops, operator, right)

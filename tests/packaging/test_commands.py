@@ -122,6 +122,20 @@ def test_env_lists_the_gpus_that_nvidia_smi_names(tmp_path, monkeypatch):
     assert _report._gpus() == []
 
 
+def test_memory_is_what_the_system_can_give(monkeypatch):
+    text = "MemTotal:  4000 kB\nMemFree:  1000 kB\nMemAvailable:  3000 kB\n"
+    monkeypatch.setattr(_report.Path, "read_text", lambda *_, **__: text)
+    assert _report.available_memory() == 3000 * 1024
+
+
+@pytest.mark.parametrize(("processor", "named"), [("Neoverse-V2", "Neoverse-V2"), ("", "aarch64")])
+def test_a_processor_without_a_model_name_is_named_as_the_system_names_it(processor, named, monkeypatch):
+    monkeypatch.setattr(_report.Path, "read_text", lambda *_, **__: "CPU implementer\t: 0x41\n")
+    monkeypatch.setattr(_report.platform, "processor", lambda: processor)
+    monkeypatch.setattr(_report.platform, "machine", lambda: "aarch64")
+    assert _report.cpu_model() == named
+
+
 @pytest.mark.parametrize("command", ["selftest", "explain", "bench"])
 def test_commands_that_need_paddle_say_so_first_and_fail(command, tmp_path):
     done = run_command(command, missing=["paddle"], cwd=tmp_path)

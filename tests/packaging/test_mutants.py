@@ -177,3 +177,25 @@ def test_slow_tests_run_in_areas_that_name_them(tmp_path, runs_slow):
     record = copy.recorded(["tests/test_two.py"], [], module("copies").pytest_of(tree, area), leaves_out=False)
     slow = ["tests/test_two.py::test_two"] if runs_slow else []
     assert record.tests == ["tests/test_two.py::test_one", *slow]
+
+
+def test_results_of_a_run_become_a_page_and_are_not_tried_again(tmp_path, monkeypatch, capsys):
+    tree, results = tmp_path / "tree", tmp_path / "results.jsonl"
+    (tree / "tests").mkdir(parents=True)
+    (tree / "source.py").write_text("TWO = 2\nFIVE = 5\n")
+    (tree / "tests" / "test_two.py").write_text("from source import TWO\n\ndef test_two():\n    assert TWO == 2\n")
+    run = module("run")
+    monkeypatch.setattr(run, "AREAS", {"small": module("areas").Area(("source.py",), ("tests/*.py",))})
+
+    def tool(*options):
+        monkeypatch.setattr(sys, "argv", ["run.py", "--mutants", "60", "--tree", str(tree), *map(str, options)])
+        run.main()
+        return capsys.readouterr().out
+
+    out = tool("--results", results)
+    assert "killed source.py:1 constant, FAILED tests/test_two.py::test_two" in out
+    assert "SURVIVED source.py:2 constant, 0 tests reach it" in out
+    again = tool("--results", results)
+    assert "source.py" not in again
+    assert again.splitlines()[-1].split() == ["small", "2", "1", "50%", "0"]
+    assert tool("--table", results).endswith("\n| small | 2 | 2 | 1 | 50% | 0 | 0% | not kept |\n")

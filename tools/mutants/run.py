@@ -13,11 +13,12 @@ import itertools
 import json
 import math
 import random
+import subprocess
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -29,6 +30,21 @@ from equivalents import is_equivalent
 
 HERE = Path(__file__).resolve().parent
 T = TypeVar("T")
+PAGE = """# Results
+
+`tools/mutants/run.py --table` writes this page from results of `make mutants MUTANTS={count} SEED={seed}`. README.md
+describes them.
+
+* faults: all faults of the area's sources
+* tried: faults of the sample that are not in the list of equivalents, with the share of them that survived
+* equivalent: faults of the sample in that list, with their share in the sample
+* commit: the one that the area's latest faults were tried on; those noticed before are not tried again
+
+An area whose sample is not tried in full has fewer than {count} tried faults.
+
+| area | faults | tried | survived | share | equivalent | share | commit |
+|---|--:|--:|--:|--:|--:|--:|---|
+{rows}"""
 
 
 def kinds_in_turn(mutants: list[Mutant], seed: int) -> list[Mutant]:
@@ -50,9 +66,10 @@ class Result(NamedTuple):
     line: int
     kind: str
     difference: str
-    how: str  # "" if it was skipped, as equivalent or as no other program
+    how: str  # "" if it is equivalent or no other program
     survived: bool
     seconds: float
+    commit: str = ""  # of the tree
 
 
 class Sample:
@@ -77,10 +94,11 @@ class Sample:
                 mutant = next(self._left, None)
                 if mutant is None:
                     return None
-                if (known := self._done.get((mutant.path, self.difference(mutant)))) is not None:
-                    self.results.append(known)
-                elif is_equivalent(mutant.path, mutant.fault.kind, self._lines(mutant)[0]):
+                if is_equivalent(mutant.path, mutant.fault.kind, self._lines(mutant)[0]):
                     self.results.append(self.result(mutant, "", survived=True, seconds=0.0))
+                elif (known := self._done.get((mutant.path, self.difference(mutant)))) is not None:
+                    if known.how:
+                        self.results.append(known)
                 else:
                     self._running += 1
                     return mutant
@@ -95,6 +113,13 @@ class Sample:
 
     def tried(self) -> list[Result]:
         return [each for each in self.results if each.how]
+
+    def equivalent(self) -> int:
+        return len(self.results) - len(self.tried())
+
+    def read(self) -> None:
+        """Takes results of earlier runs alone, up to the first mutant without one."""
+        self.next()
 
     def result(self, mutant: Mutant, how: str, *, survived: bool, seconds: float) -> Result:
         fault, difference = mutant.fault, self.difference(mutant)
@@ -142,6 +167,7 @@ class Run:
             links: functools.cache(functools.partial(Pool, options.tree, folder, options.jobs, links=links))
             for links in (False, True)
         }
+        self._commit = commit_of(options.tree)
         self._kept = options.tree / "build" / "mutants"
         self._kept.mkdir(parents=True, exist_ok=True)
         self._sources = hashlib.sha256()  # of all sources and tests
@@ -204,21 +230,68 @@ class Run:
         while outcome is None and time.monotonic() < self._end and (mutant := sample.next()) is not None:
             start = time.monotonic()
             outcome = copy.try_mutant(area, pytest_of(self._tree, area), record, mutant)
-            result = None
-            if outcome is not None:
-                seconds = time.monotonic() - start
-                result = sample.result(mutant, outcome.how, survived=outcome.survived, seconds=seconds)
-                self._tell(result)
-            sample.add(result)
+            survived, how = outcome or (False, "")
+            result = sample.result(mutant, how, survived=survived, seconds=time.monotonic() - start)
+            result = result._replace(commit=self._commit)
+            self._tell(result)
+            sample.add(result if how else None)
 
     def _tell(self, result: Result) -> None:
         what = "SURVIVED" if result.survived else "killed"
         text = f"  {what} {result.path}:{result.line} {result.kind}, {result.how} ({result.seconds:.0f} s)"
         with self._write:
-            print(text if not result.survived else f"{text}\n{result.difference}", flush=True)
+            if result.how:
+                print(text if not result.survived else f"{text}\n{result.difference}", flush=True)
             if self._options.results is not None:
                 with self._options.results.open("a") as file:
                     file.write(json.dumps(result._asdict()) + "\n")
+
+
+def commit_of(tree: Path) -> str:
+    """Returns the commit of a tree, marked if files differ from it; "" if it is no repository."""
+    command = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--exclude", "*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def results_in(paths: Sequence[Path]) -> list[Result]:
+    """Returns the latest result of each mutant, the oldest first."""
+    found: dict[tuple[str, str, str], Result] = {}
+    for path in paths:
+        for line in path.read_text().splitlines():
+            result = Result(**json.loads(line))
+            key = (result.path, result.kind, result.difference)
+            found.pop(key, None)
+            found[key] = result
+    return list(found.values())
+
+
+def table(tree: Path, paths: Sequence[Path], count: int, seed: int) -> str:
+    """Returns a page of results of earlier runs, for faults that the sources of `tree` still have."""
+    known = results_in(paths)
+    latest = {each.area: each.commit for each in known}
+    rows = []
+    for area in AREAS:
+        if area not in latest:
+            continue
+        sample = Sample(tree, area, count, seed, known)
+        sample.read()
+        tried, equivalent = sample.tried(), sample.equivalent()
+        survived = sum(each.survived for each in tried)
+        shares = [
+            f"{part / max(1, whole):.0%}" for part, whole in ((survived, len(tried)), (equivalent, len(sample.results)))
+        ]
+        cells = [
+            area,
+            len(sample.all),
+            len(tried),
+            survived,
+            shares[0],
+            equivalent,
+            shares[1],
+            latest[area] or "not kept",
+        ]
+        rows.append(f"| {' | '.join(map(str, cells))} |\n")
+    return PAGE.format(count=count, seed=seed, rows="".join(rows))
 
 
 def main() -> None:
@@ -232,11 +305,12 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="lines of JSON; mutants with a line there are not tried again")
     parser.add_argument("--again", action="store_true", help="try those again that survived in --results")
     parser.add_argument("--leave-out", action="store_true", help="leave tests out that fail without a fault")
+    parser.add_argument("--table", type=Path, nargs="+", help="print a page of these results and try nothing")
     options = parser.parse_args()
-    known = []
-    if options.results is not None and options.results.exists():
-        known = [Result(**json.loads(line)) for line in options.results.read_text().splitlines()]
-        known = list({(each.path, each.kind, each.difference): each for each in known}.values())  # the latest
+    if options.table:
+        print(table(options.tree, options.table, options.mutants, options.seed), end="")
+        return
+    known = results_in([options.results] if options.results is not None and options.results.exists() else [])
     if options.again:
         known = [each for each in known if not each.survived]
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
@@ -244,7 +318,7 @@ def main() -> None:
     print(f"\n{'area':12}{'mutants':>8}{'survived':>10}{'share':>8}{'equivalent':>12}")
     for sample in samples:
         tried = sample.tried()
-        survived, equivalent = sum(each.survived for each in tried), len(sample.results) - len(tried)
+        survived, equivalent = sum(each.survived for each in tried), sample.equivalent()
         print(f"{sample.area:12}{len(tried):8}{survived:10}{survived / max(1, len(tried)):8.0%}{equivalent:12}")
 
 
