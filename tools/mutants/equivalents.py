@@ -298,12 +298,6 @@ EQUIVALENT = (
     ),
     (r"csrc/cpu/pool\.cc", "statement dropped", r"^ {6}work\(\);$", "of a worker: the caller does its tasks"),
     (r"csrc/cpu/", "", r"\) prefetch_beginning\(", "speed"),
-    (
-        r"csrc/cpu/row_id_map\.cc",
-        "break, continue",
-        r"row >= p\.num_rows\)",
-        "a plan's rows of a token ascend, -1 last",
-    ),
     (r"csrc/cpu/", "constant", r"int64_t bytes = count", "how many threads share the work"),
     (
         r"csrc/cpu/",
