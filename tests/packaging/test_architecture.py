@@ -54,7 +54,7 @@ LAYERS = (
     },
 )
 # May be imported from anywhere and import no layer.
-HELPERS = {"_build_check", "_env", "_graphs", "_native", "_options", "_submodules", "_version"}
+HELPERS = {"_build_check", "_env", "_graphs", "_modes", "_native", "_options", "_submodules", "_version"}
 # Programs above all layers; no layer imports them.
 TOOLS = {"__init__", "__main__", "_report", "bench", "testing"}
 

@@ -92,7 +92,7 @@ AREAS = {
     "fronts": Area(
         (
             *(f"paddle_moe_ops/{name}.py" for name in ("functional", "routing", "gemm")),
-            *(f"paddle_moe_ops/{name}.py" for name in ("quantization", "_checks", "_graphs")),
+            *(f"paddle_moe_ops/{name}.py" for name in ("quantization", "_checks", "_graphs", "_modes")),
             *(f"paddle_moe_ops/compat/{name}.py" for name in ("row_maps", "unsloth")),
             "paddle_moe_ops/compat/te_*.py",
         ),
