@@ -154,7 +154,8 @@ def small_tree(tmp_path):
     for name in ("_version.py", "_build_check.py"):
         shutil.copy(ROOT / "paddle_moe_ops" / name, package)
     (package / "__init__.py").touch()
-    (package / "csrc/paddle/binding.h").write_text('#pragma once\n#include "paddle/extension.h"\n', encoding="utf-8")
+    header = '#pragma once\n#include "paddle/phi/api/ext/op_meta_info.h"\n'
+    (package / "csrc/paddle/binding.h").write_text(header, encoding="utf-8")
     (package / "csrc/paddle/copy_op.cc").write_text(BINDING, encoding="utf-8")
     (package / "csrc/cpu/helper.h").write_text("inline int helper() { return 1; }\n", encoding="utf-8")
     (package / "csrc/cpu/helper.cc").write_text('#include "cpu/helper.h"\nint use() { return helper(); }\n')

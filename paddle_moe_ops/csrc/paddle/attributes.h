@@ -18,7 +18,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "paddle/extension.h"
+#include "paddle/operator_api.h"
 
 namespace pmo {
 namespace binding {

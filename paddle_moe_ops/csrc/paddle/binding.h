@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "paddle/device.h"
-#include "paddle/extension.h"
+#include "paddle/operator_api.h"
 #include "pmo/base.h"
 #include "pmo/route.h"
 

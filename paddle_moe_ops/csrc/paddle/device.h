@@ -10,7 +10,7 @@
 #include <initializer_list>
 #include <vector>
 
-#include "paddle/extension.h"
+#include "paddle/operator_api.h"
 
 namespace pmo {
 namespace binding {
