@@ -45,7 +45,13 @@ def listed(given: Any) -> Any:
 
 
 def matrices(
-    function: str, argument: str, given: Any, dtypes: Sequence[Any], shape: Sequence[int | str], why: str = ""
+    function: str,
+    argument: str,
+    given: Any,
+    dtypes: Sequence[Any],
+    shape: Sequence[int | str],
+    why: str = "",
+    or_codes: bool = False,
 ) -> Matrices:
     """Check the matrices, or the biases, of experts.
 
@@ -57,14 +63,16 @@ def matrices(
         shape: of the stacked matrices, [E, ...]; matrices of a list have it without E. A dimension that is a name must
             be equal in all of them.
         why: text of the message after the shape.
+        or_codes: whether the caller takes a `QuantizedMatrices`, too, which this function does not check.
 
     Returns:
         the tensor, or the list.
     """
-    if isinstance(given, (nn.Layer, QuantizedMatrices)):
-        text = "a paddle.Tensor, or a list or a paddle.nn.ParameterList of them"
-        _checks.bad_type(function, argument, text, type(given).__name__)
-    if not isinstance(given, Sequence) or isinstance(given, str):
+    is_list = isinstance(given, Sequence) and not isinstance(given, (str, QuantizedMatrices))
+    if not is_list and not isinstance(given, Tensor) and not is_graph_value(given):
+        text = f"a paddle.Tensor, {'' if or_codes else 'or '}a list or a paddle.nn.ParameterList of them"
+        _checks.bad_type(function, argument, text + ", or a QuantizedMatrices" * or_codes, type(given).__name__)
+    if not is_list:
         return _checks.tensor(function, argument, given, dtypes, shape, why=why)
     experts, *expected = shape
     if not given or (isinstance(experts, int) and 0 <= experts != len(given)):

@@ -485,11 +485,12 @@ def _check_pair(
 ) -> int:
     """Check both matrices; the columns of the first, -1 if a graph does not know them."""
     shape: list[int | str] = [experts, "2 * n", hidden] if transpose else [experts, hidden, "2 * n"]
-    matrices(_NAME, "gate_up", gate_up, dtypes, shape)
+    matrices(_NAME, "gate_up", gate_up, dtypes, shape, or_codes=True)
     first_name, first = next(iter(named("gate_up", gate_up).items()))
     columns = first.shape[-2 if transpose else -1]
     if (columns % 2 and columns > 0) or columns == 0:
         _checks.bad_value(_NAME, first_name, EVEN_COLUMNS, columns)
     inner = columns // 2 if columns > 0 else "n"
-    matrices(_NAME, "down", down, dtypes, [experts, hidden, inner] if transpose else [experts, inner, hidden])
+    shape = [experts, hidden, inner] if transpose else [experts, inner, hidden]
+    matrices(_NAME, "down", down, dtypes, shape, or_codes=True)
     return columns

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, get_args
 
+import paddle
 from paddle import Tensor
 
 from .._options import MatrixFormat
@@ -36,7 +37,7 @@ class QuantizedMatrices(NamedTuple):
 
     Attributes:
         codes: see the table. With ``transpose`` the last two dimensions are swapped, in codes and in scales.
-        scales: see the table, or uint8 exponents of powers of two, biased by 127 (ue8m0).
+        scales: see the table; of "fp8_128x128" also uint8 exponents of powers of two, biased by 127 (ue8m0).
         format: see the table.
         transpose: whether the matrices are stored transposed, as the weight of a torch Linear is. Float8 kernels read
             such codes as they are in the forward pass, and transpose others in each call.
@@ -57,6 +58,12 @@ class QuantizedMatrices(NamedTuple):
     format: MatrixFormat
     transpose: bool = False
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The bytes of float8 codes in place of the codes, which Paddle cannot unpickle."""
+        dtype = getattr(self.codes, "dtype", None)
+        is_float8 = dtype == paddle.float8_e4m3fn
+        return _restored, (self.codes.view("int8") if is_float8 else self.codes, *self[1:], is_float8)
+
     def __repr__(self) -> str:
         if getattr(self.codes, "ndim", 0) != 3 or self.format not in FORMATS:
             return f"QuantizedMatrices(format={self.format!r})"
@@ -75,6 +82,10 @@ class QuantizedMatrices(NamedTuple):
     def num_outputs(self) -> int:
         """N."""
         return self._stored(self.codes.shape)[1]
+
+
+def _restored(codes: Tensor, scales: Tensor, matrix_format: Any, transpose: bool, is_float8: bool) -> QuantizedMatrices:
+    return QuantizedMatrices(codes.view("float8_e4m3fn") if is_float8 else codes, scales, matrix_format, transpose)
 
 
 def as_quantized(value: Any) -> Any:

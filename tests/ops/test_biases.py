@@ -20,6 +20,7 @@ from paddle_moe_ops.gemm import grouped_gemm
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.tolerances import assert_close_sums, dtype_tols
 from tests.ops.problems import backward, make_problem, ordinary, plan_tensors, rounds_before_weights, tensor
+from tests.ops.test_lists_of_matrices import OR_LIST
 from tests.params import SMALL, SUM_DTYPES
 from tests.static.modes import plain_errors
 
@@ -275,7 +276,7 @@ BAD = {
     "other columns": (paddle.zeros([2, 3]), ValueError, "bias must be of shape [2, 5], but got [2, 3]"),
     "flat": (paddle.zeros([10]), ValueError, "bias must be of shape [2, 5], but got [10]"),
     "dtype": (paddle.zeros([2, 5], "float16"), TypeError, f"bias must be {FLOAT32}"),
-    "array": (np.zeros((2, 5)), TypeError, "bias must be a paddle.Tensor, but got ndarray"),
+    "array": (np.zeros((2, 5)), TypeError, f"bias must be {OR_LIST}, but got ndarray"),
     "short list": ([paddle.zeros([5])], ValueError, "bias must be a list of 2 vectors, but got 1 of them"),
     "list": ([paddle.zeros([5]), paddle.zeros([4])], ValueError, "bias[1] must be of shape [5], but got [4]"),
 }

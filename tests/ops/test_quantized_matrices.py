@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 
 import ml_dtypes
@@ -234,13 +236,36 @@ def layer_arguments(place, format="int8"):
     return {"x": x, "plan": plan, "probs": None, "gate_up": gate_up, "down": down}
 
 
+@BY_FORMAT
+@pytest.mark.parametrize(
+    "copied",
+    [lambda each: pickle.loads(pickle.dumps(each)), copy.deepcopy, copy.copy],
+    ids=["pickle", "deepcopy", "copy"],
+)
+def test_matrices_are_pickled_and_copied(copied, format, rng, place):
+    given = quantize_experts(
+        tensor(ordinary(rng, (2, 130, 8)), place), tensor(ordinary(rng, (2, 4, 130)), place), format=format
+    )
+    for made, due in zip(copied(given), given, strict=True):
+        assert type(made) is QuantizedMatrices
+        assert (made.format, made.transpose, made.codes.dtype) == (due.format, due.transpose, due.codes.dtype)
+        assert np.array_equal(bytes_of(made.codes), bytes_of(due.codes))
+        assert_bits_equal(made.scales, due.scales)
+
+
 def changed(matrices, **fields):
     return QuantizedMatrices(
         **{**{name: getattr(matrices, name) for name in ("codes", "scales", "format", "transpose")}, **fields}
     )
 
 
+MATRICES = "a paddle.Tensor, a list or a paddle.nn.ParameterList of them, or a QuantizedMatrices"
 BAD_CALLS = {
+    "no matrices": (
+        lambda a: {"gate_up": 3.0, "down": a["down"].scales},
+        TypeError,
+        f"moe_mlp: gate_up must be {MATRICES}, but got float",
+    ),
     "one of two": (
         lambda a: {"down": a["down"].codes},
         TypeError,

@@ -46,7 +46,7 @@ def moe_expert_dispatch(
             weight is divided by the largest score of its group.
         moe_quant_type: "w4a8" with ``w4a8_in_scale`` makes int8 rows, round(clip(127 * scale * x)), halves away from 0;
             "w4afp8" float8_e4m3fn rows, of 448 * scale * x, or without a scale of x * (440 / the row's largest
-            magnitude). With any other method rows stay as they are.
+            magnitude). With any other text, known or not, rows stay as they are, as in FastDeploy.
         topk_only_mode: whether ``gating_output`` are scores already.
 
     Returns:
