@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import paddle
@@ -15,9 +16,47 @@ from ..backends.layers import dequantized
 from ..backends.quantized import FLOAT8_FORMAT, FORMATS, QuantizedMatrices
 from ..quantization import quantize_experts
 
-__all__ = ["codes_of", "matrices_of", "refuse_sharded_state", "replace_matrices", "values_of"]
+__all__ = ["StateOfOneFormat", "codes_of", "matrices_of", "refuse_sharded_state", "replace_matrices", "values_of"]
 
 _MATRICES = ("gate_up", "down")
+
+
+class StateOfOneFormat(nn.Layer):
+    """A layer whose `set_state_dict` refuses codes of another format than those of its experts.
+
+    Paddle skips entries of other shapes with a warning and loads the rest: codes of one format with scales of another.
+    """
+
+    def set_state_dict(
+        self, state_dict: Mapping[str, Any], use_structured_name: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Load a state, see `paddle.nn.Layer.set_state_dict`; ValueError if its codes have another format."""
+        if use_structured_name:
+            for name, each in self.named_sublayers(include_self=True):
+                if getattr(each, "matrix_format", None) is not None:
+                    _check_format(each, state_dict, f"{name}." if name else "")
+        return super().set_state_dict(state_dict, use_structured_name)
+
+    set_dict = load_dict = set_state_dict
+
+
+def _check_format(experts: Any, state: Mapping[str, Any], prefix: str) -> None:
+    for matrix, inputs in zip(_MATRICES, (experts.hidden_size, experts.intermediate_size), strict=True):
+        key = f"{prefix}{matrix}"
+        codes, scales = state.get(f"{key}_codes"), state.get(f"{key}_scales")
+        if codes is None or scales is None or inputs == 1:  # then codes of int8 and int4 have the same shapes
+            continue
+        given = _format_of(list(codes.shape), list(scales.shape), inputs)
+        if given != experts.matrix_format:
+            _checks.bad_value("set_state_dict", key, f"of the layer's format, {experts.matrix_format}", given)
+
+
+def _format_of(codes: list[int], scales: list[int], inputs: int) -> str:
+    """The format of transposed codes, by the shapes."""
+    is_packed = codes[-1] != inputs
+    if len(scales) == 2:
+        return "int4" if is_packed else "int8"
+    return "int4_1x128" if is_packed else FLOAT8_FORMAT
 
 
 def replace_matrices(experts: Any, name: str, matrix_format: MatrixFormat) -> None:

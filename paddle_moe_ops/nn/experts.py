@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import paddle
-from paddle import Tensor, nn
+from paddle import Tensor
 from paddle.jit import not_to_static
 
 from .. import _checks
@@ -34,13 +34,13 @@ from ..routing import Plan, as_plan, check_weights, row_probs, tokens_of
 from ._common import Size, casting_others, described, initial, sizes, warn_user, weight
 from ._counts import without_experts
 from ._gradients import PLAIN_GRADIENTS, GradientOptions, gradient_options, gradients_of_call, operand_of
-from ._quantized import codes_of, matrices_of, refuse_sharded_state, replace_matrices, values_of
+from ._quantized import StateOfOneFormat, codes_of, matrices_of, refuse_sharded_state, replace_matrices, values_of
 from .microbatches import warn_of_codes_for_few_rows
 
 _NAME = "SwiGLUExperts"
 
 
-class SwiGLUExperts(nn.Layer):
+class SwiGLUExperts(StateOfOneFormat):
     """E gated MLPs with stacked weights, each applied to its own contiguous segment of rows.
 
     Only `MoELayer` makes one without experts, on a rank of a group; it returns its rows.
@@ -163,6 +163,7 @@ class SwiGLUExperts(nn.Layer):
 
         Raises:
             ValueError: an unknown or unsupported format, or a layer that was quantised before.
+            RuntimeError: Paddle is in static mode.
 
         Examples:
             >>> from paddle_moe_ops.nn import SwiGLUExperts

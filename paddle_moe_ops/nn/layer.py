@@ -40,6 +40,7 @@ from ..expert_parallel.protocol import transport_option
 from ..routing import Plan, planned
 from ._common import described, misnamed, sizes, warn_user, weight
 from ._counts import keep_first
+from ._quantized import StateOfOneFormat
 from .config import MoEConfig, config_of, options_of, with_group
 from .experts import SwiGLUExperts
 from .losses import loss_of_load, normalised, router_z_loss
@@ -95,7 +96,7 @@ class SwiGLU(nn.Layer):
         return described(self.gate_up, **sizes)
 
 
-class MoELayer(nn.Layer):
+class MoELayer(StateOfOneFormat):
     """Mixture-of-experts block: router, permute, experts, weighted unpermute, plus shared experts.
 
     Deterministic. If kernels run the GEMMs (see `moe_mlp`), a forward pass has no host synchronisation; with a group it

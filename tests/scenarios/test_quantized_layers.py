@@ -294,3 +294,30 @@ def test_paddle_summary_lists_a_quantised_layer():
     assert said["total_params"] == H * E + 3 * H * INNER  # of the router and the shared expert
     assert layer.experts.gate_up is None
     assert layer(paddle.randn([3, H])).shape == [3, H]
+
+
+@pytest.mark.parametrize("given", FORMATS)
+@pytest.mark.parametrize("due", FORMATS)
+def test_a_state_of_another_format_is_refused(due, given):
+    other, layer = (new_layer().quantize_experts(each) for each in (given, due))
+    x = paddle.randn([5, H])
+    if given == due:
+        layer.set_state_dict(other.state_dict())
+        assert_bits_equal(layer(x), other(x))
+        return
+    before = [to_numpy(each).tobytes() for each in layer.state_dict().values()]
+    for loaded, key in ((layer, "experts.gate_up"), (layer.experts, "gate_up")):
+        state = other.state_dict() if loaded is layer else other.experts.state_dict()
+        text = f"^set_state_dict: {key} must be of the layer's format, {due}, but got {given}$"
+        for load in (loaded.set_state_dict, loaded.set_dict, loaded.load_dict):
+            with pytest.raises(ValueError, match=text):
+                load(state)
+    assert before == [to_numpy(each).tobytes() for each in layer.state_dict().values()]
+
+
+def test_a_state_without_matrices_is_loaded_as_by_paddle():
+    layer = new_layer().quantize_experts("int8")
+    state = {name: each + 1 for name, each in layer.state_dict().items() if "experts" not in name}
+    with pytest.warns(UserWarning, match="Skip loading for experts"):
+        layer.set_state_dict(state)
+    assert_bits_equal(layer.router.weight, state["router.weight"])
