@@ -134,8 +134,11 @@ def quantize_experts(
     ``"int8"`` and ``"int4"`` have one scale for each output of a matrix, ``"int4_1x128"`` one for each output and 128
     inputs. A scale is the largest magnitude, NaN left out, divided by 127 or 7 and rounded to the dtype of the matrix.
     A code is the element divided by the scale, rounded half away from zero. These are the numbers of
-    `paddle.nn.quant.weight_quantize` on a CPU. ``"fp8_128x128"`` has float8_e4m3fn codes and one scale for each 128 x
-    128 elements, with which a layer has the bits of ``compute="fp8_1x128"``.
+    `paddle.nn.quant.weight_quantize` on a CPU. A NaN becomes code 0. In float16 values may round to infinity if the
+    largest magnitude is near 65504, and an int8 scale is 0, like all values, if it is below 3.8e-6.
+
+    ``"fp8_128x128"`` has float8_e4m3fn codes and one scale for each 128 x 128 elements, with which a layer has the bits
+    of ``compute="fp8_1x128"``.
 
     Not differentiable. Deterministic: the same bits on every device. Integer codes are computed expert by expert, with
     float32 values of one matrix at a time. No host synchronisation.
