@@ -56,6 +56,7 @@ def page(calculated):
 
 def test_the_command_writes_the_page_and_the_picture(calculated, page, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "predictor_of", lambda results: calculated)
+    monkeypatch.setattr(report, "page", lambda *arguments: page if arguments == calculated else "")
     assert report.main(tmp_path, tmp_path / "page.md") == 0
     assert (tmp_path / "page.md").read_text(encoding="utf-8") == page
     assert (tmp_path / report.PICTURE).read_text(encoding="utf-8").count("<svg") == 1
