@@ -48,6 +48,7 @@ def public(
     aliases: Mapping[str, str] | None = None,
     owner: str | None = None,
     called: Mapping[str, str] | None = None,
+    in_graphs: bool = True,
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
     """Mark a public function that works on tensors and on graph values alike.
 
@@ -65,6 +66,7 @@ def public(
         aliases: further names of arguments that callers may use as keywords, each with the name in the signature.
         owner: the name that begins errors about Paddle's mode, if it is not the function's.
         called: the caller's names of arguments in these errors, by the name in the signature.
+        in_graphs: whether the function takes values of static graphs; if not, it refuses them itself.
 
     Returns:
         a decorator. The decorated function has the attribute ``differentiable_arguments``, a tuple of the names.
@@ -87,7 +89,8 @@ def public(
                 keywords = _own_names(function.__name__, aliases, positional[: len(arguments)], keywords)
             in_dygraph = modes._dygraph_tracer_ is not None
             if not in_dygraph and not modes._in_to_static_mode_:  # tracing takes tensors of dygraph for constants
-                refuse_other_mode(arguments, keywords)
+                if in_graphs or GraphValue not in map(type, (*arguments, *keywords.values())):
+                    refuse_other_mode(arguments, keywords)
             elif quick is not None:
                 result = quick(*arguments, **keywords)
                 if result is not None:

@@ -18,7 +18,7 @@ from .operands import GROUP, dequantized, dygraph_tensor
 __all__ = ["fused_act_dequant", "fused_swiglu_weighted_bwd", "fused_weighted_swiglu_act_quant"]
 
 
-@public()
+@public(in_graphs=False)
 def fused_act_dequant(x: Tensor, x_scale: Tensor) -> Tensor:
     """Multiply float8 codes by their scales: in float32, rounded to bfloat16.
 
@@ -47,7 +47,7 @@ def fused_act_dequant(x: Tensor, x_scale: Tensor) -> Tensor:
     return dequantized(x, x_scale)
 
 
-@public()
+@public(in_graphs=False)
 def fused_weighted_swiglu_act_quant(
     x: Tensor, prob: Tensor | None = None, using_pow2_scaling: bool = False, name: str | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -82,7 +82,7 @@ def fused_weighted_swiglu_act_quant(
     return direct("paddle_swiglu", x.reshape([num_rows, width]), prob, using_pow2_scaling)
 
 
-@public()
+@public(in_graphs=False)
 def fused_swiglu_weighted_bwd(
     o1: Tensor, do2_s: Tensor, unzipped_probs: Tensor, name: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:

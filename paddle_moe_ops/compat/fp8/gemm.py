@@ -21,7 +21,7 @@ _OUT_DTYPES = (paddle.bfloat16, paddle.float32)
 _NAME = "fp8_gemm_blockwise"
 
 
-@public()
+@public(in_graphs=False)
 def fp8_gemm_blockwise(
     a: Tensor,
     a_decode_scale: Tensor,

@@ -15,7 +15,7 @@ from . import activation, gemm, quantize
 __all__ = ["OPERATORS"]
 
 
-@public()
+@public(in_graphs=False)
 def fp8_quant_blockwise(
     x: Tensor,
     epsilon: float,

@@ -30,7 +30,7 @@ _FORMATS = {False: paddle.float8_e4m3fn, True: paddle.float8_e5m2}  # by using_e
 _HALF_DTYPES = (paddle.bfloat16, paddle.float16)
 
 
-@public()
+@public(in_graphs=False)
 def fp8_quant_blockwise(
     x: Tensor,
     epsilon: float = 0.0,
@@ -158,7 +158,7 @@ def quantized_blockwise(
     return nothing if return_transpose_only else results[:2], results[2:] if input_transpose else nothing
 
 
-@public()
+@public(in_graphs=False)
 def fused_stack_transpose_quant(x: Sequence[Tensor], transpose: bool = True) -> tuple[Tensor, Tensor]:
     """Quantise matrices by blocks of 128 x 128, and put them one below the other.
 
@@ -181,7 +181,7 @@ def fused_stack_transpose_quant(x: Sequence[Tensor], transpose: bool = True) -> 
     return _stacked("fused_stack_transpose_quant", x, transpose)
 
 
-@public()
+@public(in_graphs=False)
 def fused_stack_quant(x: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Quantise matrices as `fused_stack_transpose_quant` does without ``transpose``.
 
@@ -214,7 +214,7 @@ def _stacked(function: str, x: Any, transpose: bool) -> tuple[Tensor, Tensor]:
     return direct("paddle_quantize_stack", list(matrices), transpose)
 
 
-@public()
+@public(in_graphs=False)
 def fused_transpose_split_quant(
     x: Tensor, input_scales: Any, tokens_per_expert: Any, pow_2_scales: bool = False
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -258,7 +258,7 @@ def fused_transpose_split_quant(
     return _split(x if input_scales is None else dequantized(x, input_scales), counts, pow_2_scales)
 
 
-@public()
+@public(in_graphs=False)
 def fused_transpose_wlch_split_quant(
     x: Tensor, tokens_per_expert: Any, pow_2_scales: bool = False
 ) -> tuple[list[Tensor], list[Tensor]]:
