@@ -234,11 +234,11 @@ __device__ inline void store_tile(const FewRowsParams& p, const float (&d)[kTile
   }
 }
 
-// mainloop.run<kN>(d, tile) with the tile's rows rounded up to kN, a multiple of 16.
-template <int kTileRows, int kN, typename Mainloop>
-__device__ inline void run_rounded(Mainloop& mainloop, float (&d)[kTileRows], const SwapAbTile& tile) {
+// mainloop.run<kN>(d, tile) with the tile's rows rounded up to kN, which is the first one, 8 or 16, or a multiple of 16.
+template <int kTileRows, int kN, typename Mainloop, int kCount>
+__device__ inline void run_rounded(Mainloop& mainloop, float (&d)[kCount], const SwapAbTile& tile) {
   if constexpr (kN < kTileRows) {
-    if (tile.rows > kN) return run_rounded<kTileRows, kN + kSubtileRows>(mainloop, d, tile);
+    if (tile.rows > kN) return run_rounded<kTileRows, kN + (kN < 16 ? 8 : 16)>(mainloop, d, tile);
   }
   mainloop.template run<kN>(d, tile);
 }

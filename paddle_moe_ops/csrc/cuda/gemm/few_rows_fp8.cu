@@ -34,7 +34,7 @@ template <int kTileRows>
 constexpr int kStages = kTileRows == kFewRows ? 8 : 5;
 template <int kTileRows>
 constexpr int kWarps = kConsumerWarps + kStages<kTileRows>;
-// One CTA per SM: limits registers to 128, so that a CTA of the next kernel fits beside it.
+// Limits registers to 128 where one CTA runs per SM, so that a CTA of the next kernel fits beside it.
 template <int kTileRows>
 constexpr int kBoundThreads = kTileRows == kFewRows ? 512 : kWarps<kTileRows> * kWarpSize;
 

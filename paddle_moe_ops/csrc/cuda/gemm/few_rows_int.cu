@@ -175,27 +175,8 @@ struct Mainloop {
   __device__ int column(int row) const { return (kGated ? 8 * warp : warp % 4 * 16) + row; }
 
   // d = W^T X^T of the warp's 16 columns and the tile's rows, rounded up to kRows.
-  template <int kRows = 8>
-  __device__ void run(Accumulators& d, const SwapAbTile& tile) {
-    if constexpr (kRows < kTileRows) {
-      if (tile.rows > kRows) return run<kRows + (kRows < 16 ? 8 : 16)>(d, tile);
-    }
-    run_rounded<kRows>(d, tile);
-  }
-
- private:
-  static constexpr int kParts = kIntTileK / 32;  // of a stage
-
-  // Codes of a part: a word of each half. int8: four codes in the first 16 of K, then in the others. int4: all eight codes.
-  using Codes = uint32_t[kBits / 2];
-
-  // Operand A of a part: in 16 of K, then in the others.
-  struct Values {
-    uint32_t a[2][4];
-  };
-
   template <int kRows>
-  __device__ void run_rounded(Accumulators& d, const SwapAbTile& tile) {
+  __device__ void run(Accumulators& d, const SwapAbTile& tile) {
     const float* scales[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -233,6 +214,17 @@ struct Mainloop {
       }
     }
   }
+
+ private:
+  static constexpr int kParts = kIntTileK / 32;  // of a stage
+
+  // Codes of a part: a word of each half. int8: four codes in the first 16 of K, then in the others. int4: all eight codes.
+  using Codes = uint32_t[kBits / 2];
+
+  // Operand A of a part: in 16 of K, then in the others.
+  struct Values {
+    uint32_t a[2][4];
+  };
 
   // True if the packed form suits all scales of the warp.
   __device__ static bool are_packed(const ScaleOf (&scale)[2]) {
@@ -410,7 +402,7 @@ __device__ inline void consume_codes(const FewRowsParams& p, typename Shape<kBit
     tile.column += pair * kFewRowsColumns<kEpilogue>;
     const TileRowWeights weights = few_row_weights<kEpilogue>(p, tile);
     float d[kTileRows / 2];
-    mainloop.run(d, tile);
+    run_rounded<kTileRows, 8>(mainloop, d, tile);
     store_int_tile<kEpilogue, kTileRows, T>(p, d, tile, weights, stages, pair, in_pair / 4, which);
   });
 }
