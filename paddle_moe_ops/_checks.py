@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from numbers import Real
 from typing import Any, NoReturn, get_args
 
@@ -25,6 +25,7 @@ from ._options import QuantizeFormat, ScaleLayout
 from .backends import QuantizeSpec, Validation
 
 MAX_EXPERTS = 2**16
+_PASSED_KEPT = 1024
 
 SUM_DTYPES = (paddle.bfloat16, paddle.float16, paddle.float32)
 ROW_DTYPES = (*SUM_DTYPES, paddle.float8_e4m3fn, paddle.float8_e5m2)
@@ -36,6 +37,18 @@ UE8M0 = "fp8_1x128_ue8m0"
 QUANTIZE_FORMATS = get_args(QuantizeFormat)
 SCALE_LAYOUTS = get_args(ScaleLayout)
 AMAX_LIMITS = (2.0**-100, (2 - 2.0**-23) * 2.0**127)
+
+
+class Passed(set[Hashable]):
+    """Signatures of arguments that passed checks which take longer than a lookup; None is never kept."""
+
+    def keep(self, signature: Hashable) -> None:
+        """Add a signature; a full set is emptied before."""
+        if signature is None:
+            return
+        if len(self) >= _PASSED_KEPT:
+            self.clear()
+        self.add(signature)
 
 
 def bad_value(function: str, argument: str, expected: str, given: object) -> NoReturn:

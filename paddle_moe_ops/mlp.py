@@ -58,8 +58,7 @@ _NAME = "moe_mlp"
 IN_GRAPH = "in a static graph, which quantises the matrices in each call"
 
 # Signatures of calls whose arguments passed the checks. The checks take longer than all launches of a call.
-_passed: set[Hashable] = set()
-_PASSED_KEPT = 1024
+_passed = _checks.Passed()
 
 
 @public("x", "probs", "gate_up", "down", "gate_up_bias", "down_bias", quick=quick_moe_mlp)
@@ -277,10 +276,7 @@ def prepared(
     signature = _signature(x, plan, probs, gate_up, down, biases, (*options, casts))
     if signature not in _passed:  # None never is
         plan = _check(x, plan, probs, gate_up, down, biases, options)
-        if signature is not None:
-            if len(_passed) >= _PASSED_KEPT:
-                _passed.clear()
-            _passed.add(signature)
+        _passed.keep(signature)
     is_quantized = isinstance(gate_up, QuantizedMatrices)
     if is_quantized:
         check_quantized_options(_NAME, gate_up.format, keep, accumulate, compute, float8_matrices, defer_dw)

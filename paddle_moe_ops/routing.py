@@ -125,16 +125,12 @@ def as_plan(function: str, value: Any) -> Plan:
     facts = native.facts(*maps_of_layer(value), value.row_to_slot), *sizes
     if facts not in _passed:
         _check_maps(function, value)
-        if facts[0] is not None:
-            if len(_passed) >= _PASSED_KEPT:
-                _passed.clear()
-            _passed.add(facts)
+        _passed.keep(None if facts[0] is None else facts)
     return value
 
 
 # Facts of plans whose maps passed the checks, and their sizes; a check takes 10 us.
-_passed: set[tuple[Any, ...]] = set()
-_PASSED_KEPT = 1024
+_passed = _checks.Passed()
 
 
 def _check_maps(function: str, plan: Plan) -> None:
