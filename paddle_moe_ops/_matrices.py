@@ -38,6 +38,9 @@ __all__ = [
 COMPUTE = get_args(ComputeFormat)
 EVEN_COLUMNS = "of 2 * n columns, n of the gate and n that it gates, n >= 1"
 
+_FORMS = "a paddle.Tensor, or a list or a paddle.nn.ParameterList of them"
+_FORMS_OR_CODES = "a paddle.Tensor, a list or a paddle.nn.ParameterList of them, or a QuantizedMatrices"
+
 
 def listed(given: Any) -> Any:
     """The parameters of a `paddle.nn.ParameterList` as a list, quantised matrices as such; other values unchanged."""
@@ -70,8 +73,7 @@ def matrices(
     """
     is_list = isinstance(given, Sequence) and not isinstance(given, (str, QuantizedMatrices))
     if not is_list and not isinstance(given, Tensor) and not is_graph_value(given):
-        text = f"a paddle.Tensor, {'' if or_codes else 'or '}a list or a paddle.nn.ParameterList of them"
-        _checks.bad_type(function, argument, text + ", or a QuantizedMatrices" * or_codes, type(given).__name__)
+        _checks.bad_type(function, argument, _FORMS_OR_CODES if or_codes else _FORMS, type(given).__name__)
     if not is_list:
         return _checks.tensor(function, argument, given, dtypes, shape, why=why)
     experts, *expected = shape
