@@ -37,7 +37,7 @@ COVERAGE_FLAGS := $(CORE_FLAGS) -O1 -g -w --coverage
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs docs-pictures notebook drawings test test-slow test-integrations test-isa fresh-environments lint format core sanitize asan-triton fuzz coverage bench-report wheel mutants gpu-bundle gpu-sanitize gpu-fuzz gpu-standin gpu-report results-series results-check release-dry-run check-place check-cuda check-cuda-build check-aarch64 ci-full clean
+.PHONY: help demo docs docs-pictures notebook drawings test test-slow test-integrations test-isa fresh-environments lint format core sanitize asan-triton fuzz coverage bench-report wheel mutants gpu-bundle gpu-sanitize gpu-fuzz gpu-standin gpu-report results-series results-check release-dry-run check-place check-place-2 check-cuda check-cuda-build check-aarch64 ci-full clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -256,8 +256,12 @@ gpu-standin: $(VENV)/stamp-built ## the tests of operators, graphs and scenarios
 gpu-report: $(VENV)/stamp-deps ## build/pages/gpu_validation.md from benchmarks/results/gpu_tests; fails if a point is open
 	$(PY) tools/gpu_rig/report.py
 
-check-place: $(VENV)/stamp-deps check-cuda ## compile the bindings for a CUDA build of Paddle, and the kernels for every generation
-	$(MAKE) -f tools/gpu_rig/Makefile check-place PADDLE_INCLUDE="$$($(PY) -c 'import paddle; print(paddle.sysconfig.get_include())')"
+check-place: $(VENV)/stamp-deps check-cuda ## compile the bindings for a CUDA build of the oldest Paddle, and the kernels for every generation
+	$(MAKE) -f tools/gpu_rig/Makefile check-place PYTHON=$(PY)
+
+# Paddle 2.6.2 is the newest one whose GPU wheel PyPI has (make gpu-bundle).
+check-place-2: $(VENV)/stamp-deps ## compile the bindings for a CUDA build of Paddle 2.6.2
+	$(MAKE) -f tools/gpu_rig/Makefile check-place PYTHON=$(PY) CHECKED_VERSION=2.6.2
 
 check-cuda: ## the kernels alone, which need nvcc and no environment
 	$(MAKE) -f tools/gpu_rig/Makefile check-cuda
@@ -299,7 +303,7 @@ release-dry-run: wheel ## the files of a release in build/release, as release.ym
 	$(PYTHON) tools/release.py --dry-run dist/*
 
 ci-full: CASES := --every-case  # make test and make test-slow share them
-ci-full: lint core check-aarch64 check-place check-cuda-build sanitize fuzz test test-slow test-integrations test-isa fresh-environments ## all checks, the slow ones too
+ci-full: lint core check-aarch64 check-place check-place-2 check-cuda-build sanitize fuzz test test-slow test-integrations test-isa fresh-environments ## all checks, the slow ones too
 
 clean: ## delete what was built, not the environment
 	rm -rf build dist *.egg-info $(VENV)/stamp-built paddle_moe_ops/_C.py paddle_moe_ops/_C_pd_.so paddle_moe_ops/_build_info.json

@@ -73,7 +73,7 @@ below. A source that changed is not newer if the machine code of each object tha
 
 PyPI has no `paddlepaddle-gpu` of the 3.x series, so **under a 3.x GPU wheel the operators have never run: for
 those they are compile-tested**. `make check-place`, a step of CI, compiles the bindings with `PADDLE_WITH_CUDA`
-against the headers of Paddle 3.3.1, and the kernels for every generation from sm_80 on that nvcc supports. Two
+against the headers of Paddle 3.2.2, and the kernels for every generation from sm_80 on that nvcc supports. Two
 other setups ran:
 
 * Paddle 3.3.1 itself, the CPU wheel, with a plug-in that presents the GPU as the custom place `cuda_rig`: the same

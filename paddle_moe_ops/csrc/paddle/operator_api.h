@@ -5,6 +5,7 @@
 // source would instantiate again.
 #pragma once
 
+#include "paddle/common/ddim.h"
 #include "paddle/phi/api/ext/op_meta_info.h"
 #include "paddle/phi/api/ext/tensor_compat.h"
 #include "paddle/phi/api/include/tensor_utils.h"

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#ifndef PMO_PADDLE_2  // see window_op.cc
+
 namespace pmo {
 namespace binding {
 namespace ranks {
@@ -91,3 +93,5 @@ paddle::Tensor prepare_barrier(const Target& target, const BarrierBuffers& buffe
 }  // namespace ranks
 }  // namespace binding
 }  // namespace pmo
+
+#endif
