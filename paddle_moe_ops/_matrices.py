@@ -131,11 +131,11 @@ def quantized_pair(function: str, gate_up: Any, down: Any, experts: int, hidden:
             _checks.bad_type(function, name, f"a QuantizedMatrices, as {other} is", type(each).__name__)
         _checks.choice(function, f"{name}.format", each.format, FORMATS)
         _checks.flag(function, f"{name}.transpose", each.transpose)
-        _checks.tensor(function, f"{name}.codes", each.codes, _dtypes_of_codes(each), [experts, "rows", "columns"])
         for field in ("format", "transpose"):
             mine, due = getattr(each, field), getattr(gate_up, field)
             if mine != due:
                 _checks.bad_value(function, f"down.{field}", f"{due!r}, as that of gate_up", repr(mine))
+        _checks.tensor(function, f"{name}.codes", each.codes, _dtypes_of_codes(each), [experts, "rows", "columns"])
     if transpose and not gate_up.transpose:
         _checks.bad_value(function, "transpose", "False with quantised matrices that are not transposed", transpose)
     columns = gate_up.num_outputs
@@ -227,7 +227,9 @@ def check_quantized_options(
 
 
 def _dtypes_of_codes(given: QuantizedMatrices) -> tuple[Any, ...]:
-    return (paddle.float8_e4m3fn, paddle.uint8, paddle.int8) if given.format == FLOAT8_FORMAT else (paddle.int8,)
+    if given.format == FLOAT8_FORMAT:
+        return paddle.float8_e4m3fn, paddle.uint8, paddle.int8
+    return (paddle.int8 if given.format == "int8" else paddle.uint8,)
 
 
 def _check_codes(function: str, name: str, given: QuantizedMatrices, experts: int, inputs: int, outputs: int) -> None:
@@ -239,7 +241,9 @@ def _check_codes(function: str, name: str, given: QuantizedMatrices, experts: in
     def stored(first: int, second: int) -> list[int]:
         return [experts, second, first] if given.transpose else [experts, first, second]
 
-    rows = pieces(inputs, 2) if given.format.startswith("int4") else inputs
+    rows = inputs
+    if given.format.startswith("int4") and inputs >= 0:
+        rows = 16 * pieces(inputs, 32)
     _checks.tensor(function, f"{name}.codes", given.codes, _dtypes_of_codes(given), stored(rows, outputs))
     if given.format == FLOAT8_FORMAT:
         scales = stored(pieces(inputs, 128), pieces(outputs, 128))

@@ -285,7 +285,7 @@ def _quantized(given: Matrices, format: MatrixFormat, transpose: bool) -> Quanti
 
 
 def _integer_codes(matrix: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """Codes [D, N], or [ceil(D / 2), N] for int4, and scales [N] or [ceil(D / 128), N] of a matrix [D, N]."""
+    """Codes [D, N], or [16 * ceil(D / 32), N] for int4, and scales [N] or [ceil(D / 128), N] of a matrix [D, N]."""
     inputs, outputs = matrix.shape
     limit = 127.0 if format == "int8" else 7.0
     group = 128 if format == "int4_1x128" else max(inputs, 1)
@@ -305,14 +305,15 @@ def _integer_codes(matrix: Tensor, format: str) -> tuple[Tensor, Tensor]:
     scales = scales.reshape([num_groups, outputs])
     if format != "int4_1x128":
         scales = scales[0]
-    return (codes if format == "int8" else _packed(codes)).astype("int8"), scales
+    return codes.astype("int8") if format == "int8" else _packed(codes), scales
 
 
 def _packed(codes: Tensor) -> Tensor:
-    """Two neighbouring int4 codes of axis 0 in a byte, the first in the low half, as a signed number."""
-    even = F.pad(codes, [0, codes.shape[0] % 2, 0, 0])
-    low, high = even[0::2], even[1::2]
-    return high * 16 + low + 16 * (low < 0).astype("int32")
+    """`reference.pack_int4` along axis 0."""
+    inputs, outputs = codes.shape
+    halves = F.pad(codes, [0, -inputs % 32, 0, 0]).reshape([-1, 2, 2, 8, outputs])
+    low, high = (halves[:, :, half] + 16 * (halves[:, :, half] < 0).astype("int32") for half in range(2))
+    return (low + high * 16).transpose([0, 2, 1, 3]).reshape([-1, outputs]).astype("uint8")
 
 
 def _scales_shape(codes: Tensor, ue8m0: bool, scale_layout: str) -> list[int]:

@@ -72,15 +72,18 @@ class Library:
 def integer_codes(matrices: torch.Tensor, format: str) -> Codes:
     """Codes [E, N, K] and scales of matrices [E, K, N] in a format of pmo/matrices.h, transposed."""
     experts, depth, width = matrices.shape
-    packed, limit = (depth, 127) if format == "int8" else (depth // 2, 7)
+    packed, limit, dtype = (depth, 127, torch.int8) if format == "int8" else (depth // 2, 7, torch.uint8)
     groups = depth // GROUP if format == "int4_1x128" else 1
-    codes = matrices.new_empty(experts, width, packed, dtype=torch.int8)
+    codes = matrices.new_empty(experts, width, packed, dtype=dtype)
     scales = matrices.new_empty(experts, width, groups, dtype=torch.float32)
     for expert in range(experts):
         values = matrices[expert].t().float().reshape(width, groups, -1)
         scales[expert] = (values.abs().amax(2) / limit).bfloat16().float()
         made = (values / scales[expert, :, :, None]).round().clamp(-limit, limit).to(torch.int8).reshape(width, depth)
-        codes[expert] = made if format == "int8" else (made[:, 0::2] & 15) | (made[:, 1::2] << 4)
+        if format != "int8":
+            halves = (made.view(dtype) & 15).reshape(width, -1, 2, 2, 8)
+            made = (halves[:, :, :, 0] | halves[:, :, :, 1] << 4).transpose(2, 3).reshape(width, packed)
+        codes[expert] = made
     return Codes(codes, scales if format == "int4_1x128" else scales[:, :, 0].contiguous())
 
 

@@ -23,17 +23,19 @@ class QuantizedMatrices(NamedTuple):
     A matrix has D inputs and N outputs, and the value of a code is code * scale. `quantize_experts` computes codes;
     those of a checkpoint are used as they are:
 
-    ==============  ========================  ============================  ==============================
-    format          codes                     scales, float32               one scale for
-    ==============  ========================  ============================  ==============================
-    "int8"          int8 [E, D, N]            [E, N]                        an output
-    "int4"          int8 [E, ceil(D / 2), N]  [E, N]                        an output
-    "int4_1x128"    int8 [E, ceil(D / 2), N]  [E, ceil(D / 128), N]         128 inputs of an output
-    "fp8_128x128"   float8_e4m3fn [E, D, N]   [E, ceil(D/128), ceil(N/128)]  128 x 128 elements
-    ==============  ========================  ============================  ==============================
+    ==============  ================================  =============================  ========================
+    format          codes                             scales, float32                one scale for
+    ==============  ================================  =============================  ========================
+    "int8"          int8 [E, D, N]                    [E, N]                         an output
+    "int4"          uint8 [E, 16 * ceil(D / 32), N]   [E, N]                         an output
+    "int4_1x128"    uint8 [E, 16 * ceil(D / 32), N]   [E, ceil(D / 128), N]          128 inputs of an output
+    "fp8_128x128"   float8_e4m3fn [E, D, N]           [E, ceil(D/128), ceil(N/128)]  128 x 128 elements
+    ==============  ================================  =============================  ========================
 
-    Two int4 codes, of -8 to 7 in two's complement, are in one byte: that of the even input in the low half. Float8
-    codes may be bytes, uint8 or int8, too: `paddle.load` returns float8 tensors as int8.
+    Two int4 codes, of -8 to 7 in two's complement, are in one byte, in the order in which tensor cores read them: byte j
+    of 32 inputs has the code of input ``16 * (j % 2) + j // 2`` in the low half, and of the input 8 further in the high
+    half. `paddle_moe_ops.reference.pack_int4` packs int8 codes [E, D, N] in NumPy. Float8 codes may be bytes, uint8 or
+    int8, too: `paddle.load` returns float8 tensors as int8.
 
     Attributes:
         codes: see the table. With ``transpose`` the last two dimensions are swapped, in codes and in scales.

@@ -41,20 +41,20 @@ class StateOfOneFormat(nn.Layer):
 
 
 def _check_format(experts: Any, state: Mapping[str, Any], prefix: str) -> None:
-    for matrix, inputs in zip(_MATRICES, (experts.hidden_size, experts.intermediate_size), strict=True):
+    for matrix in _MATRICES:
         key = f"{prefix}{matrix}"
         codes, scales = state.get(f"{key}_codes"), state.get(f"{key}_scales")
-        if codes is None or scales is None or inputs == 1:  # then codes of int8 and int4 have the same shapes
+        if codes is None or scales is None:
             continue
-        given = _format_of(list(codes.shape), list(scales.shape), inputs)
+        given = _format_of(str(codes.dtype), len(scales.shape))
         if given != experts.matrix_format:
             _checks.bad_value("set_state_dict", key, f"of the layer's format, {experts.matrix_format}", given)
 
 
-def _format_of(codes: list[int], scales: list[int], inputs: int) -> str:
-    """The format of transposed codes, by the shapes."""
-    is_packed = codes[-1] != inputs
-    if len(scales) == 2:
+def _format_of(dtype: str, dimensions: int) -> str:
+    """The format of a layer's codes, by their dtype and the dimensions of their scales."""
+    is_packed = dtype.endswith("uint8")
+    if dimensions == 2:
         return "int4" if is_packed else "int8"
     return "int4_1x128" if is_packed else FLOAT8_FORMAT
 

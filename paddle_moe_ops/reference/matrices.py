@@ -36,8 +36,7 @@ def quantize_matrices(w: NDArray, *, format: str, transpose: bool = False) -> tu
         transpose: whether the matrices are stored transposed; codes and scales then are, too.
 
     Returns:
-        codes: int8 [E, D, N]; int4 int8 [E, ceil(D / 2), N], the even input in the low half of a byte; fp8
-            float8_e4m3fn [E, D, N].
+        codes: int8 [E, D, N]; int4 uint8 [E, 16 * ceil(D / 32), N], see `pack_int4`; fp8 float8_e4m3fn [E, D, N].
         scales: float32 [E, N], [E, ceil(D / 128), N] or [E, ceil(D / 128), ceil(N / 128)].
     """
     if format == "fp8_128x128":
@@ -90,15 +89,24 @@ def dequantize_matrices(
 
 
 def pack_int4(codes: NDArray) -> NDArray:
-    """Two neighbouring int4 codes of axis 1 to a byte, the first in the low half: [E, ceil(D / 2), N] int8."""
+    """Two int4 codes to a byte along axis 1, in the order of the lanes that read them: uint8 [E, 16 * ceil(D / 32), N].
+
+    Byte j of 32 inputs has the code of input 16 * (j % 2) + j // 2 in the low half, and of the input 8 further in the
+    high half. Codes after the last input are 0.
+    """
     experts, inner, outer = codes.shape
-    even = np.zeros((experts, inner + inner % 2, outer), np.uint8)
-    even[:, :inner] = codes.view(np.uint8) & 15
-    return (even[:, 0::2] | even[:, 1::2] << 4).view(np.int8)
+    blocks = -(-inner // 32)
+    filled = np.zeros((experts, blocks * 32, outer), np.uint8)
+    filled[:, :inner] = codes.view(np.uint8) & 15
+    groups, halves = 2, 2
+    halved = filled.reshape(experts, blocks, groups, halves, 8, outer)
+    packed = halved[:, :, :, 0] | halved[:, :, :, 1] << 4
+    return packed.swapaxes(2, 3).reshape(experts, blocks * 16, outer)
 
 
 def unpack_int4(packed: NDArray) -> NDArray:
-    """The codes of `pack_int4`: [E, 2 * rows, N] int8."""
+    """The codes of `pack_int4`: int8 [E, 2 * rows, N]."""
     experts, rows, outer = packed.shape
-    halves = np.stack([packed.view(np.uint8) & 15, packed.view(np.uint8) >> 4], axis=2).astype(np.int8)
+    blocks = packed.reshape(experts, rows // 16, 8, 2, outer).swapaxes(2, 3)
+    halves = np.stack([blocks & 15, blocks >> 4], axis=3).astype(np.int8)
     return (halves - (halves & 8) * 2).reshape(experts, 2 * rows, outer)

@@ -142,7 +142,8 @@ def _multiplication(p: ProductParams) -> Callable[[NDArray, int], NDArray]:
         codes = _array(p, "matrix", (experts, p.outer, p.inner), FLOAT8)
         scales = _array(p, "matrix_scales", (experts, -(-p.outer // GROUP), depth), np.float32)
         return lambda x, expert: _float8_sums(*quantize_1x128(x, amax_min=p.amax_min), codes[expert], scales[expert])
-    codes = _array(p, "matrix", (experts, p.outer, p.inner // 2 if is_packed else p.inner), np.int8)
+    columns, dtype_of_codes = (p.inner // 2, np.uint8) if is_packed else (p.inner, np.int8)
+    codes = _array(p, "matrix", (experts, p.outer, columns), dtype_of_codes)
     scales = _array(p, "matrix_scales", (experts, p.outer, depth) if format == "int4_1x128" else codes.shape[:2], "f4")
 
     def multiply(x: NDArray, expert: int) -> NDArray:

@@ -170,30 +170,36 @@ def test_scales_that_the_dtype_of_x_does_not_have(
 def test_every_code_and_scales_of_every_size(core: Core, rng: np.random.Generator, format: str) -> None:
     """Subnormal products, and scales of zero and below."""
     gemm = Gemm(rng, GemmCase(ExpertRows([3, 9]), 256, 128), Result.PLAIN, format)
-    gemm.codes = rng.integers(-128, 128, gemm.codes.shape).astype(np.int8)
+    gemm.codes = rng.integers(0, 256, gemm.codes.shape, np.uint8).view(gemm.codes.dtype)
     gemm.scales = rng.choice(np.array([0, -1, 2.0**-120, -(2.0**-130), 1.5 * 2.0**-20, 3e4], "f4"), gemm.scales.shape)
     gemm.check(core)
 
 
-# Scales from which factors of packed arithmetic overflow, int8 and int4.
-PACKED_LIMITS = {BFLOAT16: (2.0**-5, 2.0**-2), FLOAT16: (2.0**-8, 2.0**-5)}
+# Scales from which factors of packed arithmetic overflow, and those of 2^-6 of the values.
+PACKED_LIMITS = {BFLOAT16: (2.0**-5, 2.0**1), FLOAT16: (2.0**-8, 2.0**-2)}
 
 
-@pytest.mark.parametrize("limit", ["below", "at", "subnormal", "below subnormal"])
+@pytest.mark.parametrize(
+    "limit", ["below", "at", "on both sides", "below reduced", "at reduced", "subnormal", "below subnormal"]
+)
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 @pytest.mark.parametrize("format", MATRIX_FORMATS[:3])
 def test_every_code_with_scales_at_the_limits_of_packed_arithmetic(
     core: Core, rng: np.random.Generator, format: str, dtype: np.dtype, limit: str
 ) -> None:
-    """Scales are of one kind, so that warps below the limit keep to packed arithmetic; tiles for both kinds of MMA."""
+    """Scales are of one kind, so that warps keep to one arithmetic; tiles for both kinds of MMA."""
     gemm = Gemm(rng, GemmCase(ExpertRows([3, 9, 40]), 256, 128), Result.PLAIN, format, dtype)
-    gemm.codes = rng.integers(-128, 128, gemm.codes.shape).astype(np.int8)
-    most = PACKED_LIMITS[dtype][format != "int8"]
-    below = most * (1 - 2.0**-8 if dtype == BFLOAT16 else 1 - 2.0**-11)
+    gemm.codes = rng.integers(0, 256, gemm.codes.shape, np.uint8).view(gemm.codes.dtype)
+    most, most_reduced = PACKED_LIMITS[dtype]
+    before = 1 - 2.0**-8 if dtype == BFLOAT16 else 1 - 2.0**-11
+    below = most * before
     subnormal = 2.0**-133 if dtype == BFLOAT16 else 2.0**-24
     kinds = {
         "below": [below, -below, most / 2, 0, 1.5 * subnormal * 2],
         "at": [most, -most, 1.5 * most],
+        "on both sides": [below, most, -most, most / 64, 0, 3 * subnormal],
+        "below reduced": [most_reduced * before, -most_reduced * before, most_reduced / 2],
+        "at reduced": [most_reduced, -most_reduced, 1.5 * most_reduced],
         "subnormal": [subnormal, -subnormal, 5 * subnormal, 0],
         "below subnormal": [subnormal / 2, subnormal / 16, 0.75 * subnormal],
     }

@@ -78,8 +78,20 @@ def test_quantised_matrices_are_near_the_matrices(rng: np.random.Generator, form
 
 
 def test_int4_codes_survive_packing(rng: np.random.Generator) -> None:
-    for inner, outer in itertools.product((0, 1, 2, 63), (1, 5)):
+    for inner, outer in itertools.product((0, 1, 2, 32, 33, 63), (1, 5)):
         codes = rng.integers(-8, 8, (2, inner, outer)).astype(np.int8)
         packed = reference.pack_int4(codes)
-        assert packed.shape == (2, -(-inner // 2), outer)
-        np.testing.assert_array_equal(reference.unpack_int4(packed)[:, :inner], codes)
+        assert packed.shape == (2, -(-inner // 32) * 16, outer)
+        unpacked = reference.unpack_int4(packed)
+        np.testing.assert_array_equal(unpacked[:, :inner], codes)
+        assert not unpacked[:, inner:].any()
+
+
+def test_a_byte_has_the_codes_of_an_input_and_of_the_one_8_further() -> None:
+    for position in range(64):
+        codes = np.zeros((1, 64, 1), np.int8)
+        codes[0, position] = 1
+        packed = reference.pack_int4(codes).ravel()
+        (byte,) = np.flatnonzero(packed)
+        inputs = 32 * (byte // 16) + 16 * (byte % 2) + byte % 16 // 2
+        assert position == inputs + (0 if packed[byte] == 1 else 8)

@@ -315,6 +315,18 @@ def test_a_state_of_another_format_is_refused(due, given):
     assert before == [to_numpy(each).tobytes() for each in layer.state_dict().values()]
 
 
+def test_int4_codes_in_the_order_of_inputs_are_refused():
+    """States of earlier versions hold them, as int8."""
+    layer = new_layer().quantize_experts("int4")
+    state = layer.state_dict()
+    state["experts.gate_up_codes"] = state["experts.gate_up_codes"].view("int8")
+    with pytest.raises(ValueError, match=r"experts\.gate_up must be of the layer's format, int4, but got int8"):
+        layer.set_state_dict(state)
+    outer = paddle.nn.Sequential(layer)
+    with pytest.raises(Exception, match="dtype"):
+        outer.set_state_dict({f"0.{name}": each for name, each in state.items()})
+
+
 def test_a_state_without_matrices_is_loaded_as_by_paddle():
     layer = new_layer().quantize_experts("int8")
     state = {name: each + 1 for name, each in layer.state_dict().items() if "experts" not in name}

@@ -14,6 +14,9 @@ namespace pmo {
 
 PMO_ANYWHERE constexpr bool is_int4(int32_t format) { return format == PMO_MATRIX_INT4 || format == PMO_MATRIX_INT4_1X128; }
 
+// Bytes of the int4 codes of `inner` inputs.
+PMO_ANYWHERE constexpr int64_t bytes_of_int4(int64_t inner) { return 16 * divide_up(inner, int64_t{32}); }
+
 // Codes in 16 bytes: kernels read rows of codes whose number is a multiple of it.
 PMO_ANYWHERE constexpr int64_t codes_in_16_bytes(int32_t format) { return is_int4(format) ? 32 : 16; }
 
@@ -27,7 +30,7 @@ struct MatrixLayout {
 
   MatrixLayout(int32_t format, int64_t inner, int64_t outer, bool transpose) {
     constexpr int64_t kGroup = PMO_QUANTIZE_GROUP;
-    const int64_t packed = is_int4(format) ? divide_up(inner, int64_t{2}) : inner;
+    const int64_t packed = is_int4(format) ? bytes_of_int4(inner) : inner;
     const bool by_output = format == PMO_MATRIX_INT8 || format == PMO_MATRIX_INT4;
     const int64_t inputs = by_output ? (inner > 0 ? inner : 1) : kGroup,
                   outputs = format == PMO_MATRIX_FLOAT8_128X128 ? kGroup : 1;
@@ -41,6 +44,10 @@ struct MatrixLayout {
     scale_columns = by_output && transpose ? 1 : divide_up(columns, scale_width);
   }
 };
+
+// Byte of the int4 code of an input, along D; the code is in the high half if is_high_int4.
+PMO_ANYWHERE inline int64_t byte_of_int4(int64_t input) { return input / 32 * 16 + input % 8 * 2 + input / 16 % 2; }
+PMO_ANYWHERE inline bool is_high_int4(int64_t input) { return input / 8 % 2 != 0; }
 
 // The int4 code in the low or in the high half of a byte.
 PMO_ANYWHERE inline int int4_of(uint8_t byte, bool high) {

@@ -50,15 +50,14 @@ void row_values(const pmo_dequantize_matrices_params& p, const MatrixLayout& lay
   const auto* line = reinterpret_cast<const int8_t*>(codes + row * layout.code_columns);
   int8_t* unpacked = buffer->codes.data();
   if (is_int4(p.format) && p.transpose != 0) {
-    for (int64_t i = 0; i < layout.code_columns; ++i) {
-      const auto byte = static_cast<uint8_t>(line[i]);
-      unpacked[2 * i] = static_cast<int8_t>(int4_of(byte, false));
-      unpacked[2 * i + 1] = static_cast<int8_t>(int4_of(byte, true));
+    for (int64_t i = 0; i < layout.columns; ++i) {
+      const auto byte = static_cast<uint8_t>(line[byte_of_int4(i)]);
+      unpacked[i] = static_cast<int8_t>(int4_of(byte, is_high_int4(i)));
     }
     line = unpacked;
   } else if (is_int4(p.format)) {
-    const uint8_t* packed = codes + row / 2 * layout.code_columns;
-    const int shift = row % 2 != 0 ? 4 : 0;
+    const uint8_t* packed = codes + byte_of_int4(row) * layout.code_columns;
+    const int shift = is_high_int4(row) ? 4 : 0;
     for (int64_t i = 0; i < layout.columns; ++i) unpacked[i] = static_cast<int8_t>(int4_of(packed[i] >> shift & 15, false));
     line = unpacked;
   }
@@ -81,7 +80,7 @@ void round_row(const float* values, int64_t columns, Out* out) {
 template <typename Rows, typename Out>
 void dequantize_rows(const pmo_dequantize_matrices_params& p, const MatrixLayout& layout, int64_t begin, int64_t end) {
   const auto columns = static_cast<size_t>(layout.columns);
-  RowBuffer buffer = {std::vector<int8_t>(columns + 1), std::vector<float>(columns)};
+  RowBuffer buffer = {std::vector<int8_t>(columns), std::vector<float>(columns)};
   for (int64_t i = begin; i < end; ++i) {
     const int64_t matrix = i / layout.rows, row = i % layout.rows;
     const auto* codes = static_cast<const uint8_t*>(p.codes) + matrix * layout.code_rows * layout.code_columns;

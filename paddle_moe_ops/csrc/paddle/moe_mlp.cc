@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "common/matrix_layout.h"
 #include "paddle/direct.h"
 #include "paddle/movement.h"
 #include "paddle/pages.h"
@@ -29,7 +30,7 @@ void check_quantized(const MlpAttributes& a, const MlpOperands& o) {
 void check_width(const MlpAttributes& a, const MlpOperands& o) {
   require_rank(o.gate_up, 3, kMoeMlp, "gate_up");
   const int64_t columns = dim(o.down.shape(), a.transpose ? 1 : 2), rows = dim(o.gate_up.shape(), a.transpose ? 2 : 1);
-  const bool is_packed = o.scales != nullptr && rows == (columns + 1) / 2;
+  const bool is_packed = o.scales != nullptr && rows == bytes_of_int4(columns);
   if (rows == columns || is_packed) require_shape(o.x, {-1, columns}, kMoeMlp, "x");
 }
 

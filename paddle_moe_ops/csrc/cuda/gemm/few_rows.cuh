@@ -235,8 +235,8 @@ __device__ inline void store_tile(const FewRowsParams& p, const float (&d)[kTile
 }
 
 // mainloop.run<kN>(d, tile) with the tile's rows rounded up to kN, which is the first one, 8 or 16, or a multiple of 16.
-template <int kTileRows, int kN, typename Mainloop, int kCount>
-__device__ inline void run_rounded(Mainloop& mainloop, float (&d)[kCount], const SwapAbTile& tile) {
+template <int kTileRows, int kN, typename Mainloop, typename Accumulators>
+__device__ inline void run_rounded(Mainloop& mainloop, Accumulators& d, const SwapAbTile& tile) {
   if constexpr (kN < kTileRows) {
     if (tile.rows > kN) return run_rounded<kTileRows, kN + (kN < 16 ? 8 : 16)>(mainloop, d, tile);
   }

@@ -4,27 +4,29 @@
 // Grouped GEMM for experts with few rows and matrices of integer codes, sm_90a: the GEMM of few_rows.cu on the values of the matrix,
 // code * scale rounded to the dtype of x, with the same bits. Values exist in registers only.
 //
-//   matrix  int8 codes [E, N, K], or int4 codes [E, N, K / 2]; scales float32 [E, N], or [E, N, ceil(K / 128)]
+//   matrix  int8 codes [E, N, K], or int4 codes [E, N, K / 2] (pmo/matrices.h); scales float32 [E, N], or [E, N, ceil(K / 128)]
 //   plain   out [M, width] = weights[r] * Y
 //   gated   out [M, n] = silu(gate) * up of the halves of Y
 //
 // Tiles, prologue and overlap: few_rows.cuh; three shapes of CTAs by the mean of rows of an expert (Shape). Up to 8: 16 rows and 128 columns
-// of W, with two or three CTAs per SM: one converts codes while another waits. Then 64 or 96 rows and 256 columns, so that fewer CTAs
+// of W, with two (int8) or four CTAs per SM: one converts codes while another waits. Then 64 or 96 rows and 256 columns, so that fewer CTAs
 // read the same rows and convert the same codes. Warp-specialised, a pipeline of stages of 128 along K:
-//   8 or 16 warps  consumers: codes from shared memory to values in the registers of operand A, MMAs with the tile's rows rounded up to
-//     8 or a multiple of 16, epilogue. A warp has 16 columns of W; with SwiGLU 8 gates and their ups, so that a lane has both.
+//   4 to 16 warps  consumers: codes from shared memory to values in the registers of operand A, MMAs with the tile's rows rounded up to
+//     8 or a multiple of 16, epilogue. A set of 16 columns of W is 8 gates and their ups with SwiGLU, so that a lane has both. A warp
+//     has one set, or two of int4 codes in tiles of 16 rows: they share loads of X.
 //   one warp       loads codes by TMA in boxes of 64 columns
 //   one warp       copies rows of X by cp.async, 16 bytes a lane; gathers token rows if row_to_token is given
 //
 // MMAs: few rows take mma.sync, so that a warp waits for no other; more rows wgmma, which reads X once for 64 columns.
 //
-// Order of K: the sum of an MMA does not depend on the order of its 16 elements. With mma.sync a lane takes four neighbouring codes
-// and the four elements of X beside them; wgmma reads X in order.
+// Order of K: int4 codes are stored in the order in which lanes take them. int8 codes are in order, and the sum of an MMA does not depend
+// on the order of its 16 elements: with mma.sync a lane takes four neighbouring codes and the four elements of X beside them.
 //
-// Work: 2 M K N FLOPs, and 5 (int8) or 6 (int4) instructions for four values, 17 or 18 if the packed form can't hold their scale
-// (Scale). Bytes: the codes of experts that have rows once from memory; X once per column tile, from the L2.
+// Work: 2 M K N FLOPs, and 5 (int8) or 4.5 (int4) instructions for four values, 2 more if their scale is large, and 17 or 16 if T can't
+// represent it (Scale). Bytes: the codes of experts that have rows once from memory; X once per column tile, from the L2.
 #include "common/matrix_layout.h"
 #include "cuda/gemm/few_rows.cuh"
+#include "cuda/gemm/int_codes.cuh"
 #include "cuda/ptx/mma.cuh"
 
 namespace pmo {
@@ -32,7 +34,6 @@ namespace cuda {
 namespace {
 
 constexpr int kIntTileK = 128;
-constexpr int kPairWarps = 2 * kWarpgroupThreads / kWarpSize;  // consumers of two boxes of 64 columns
 
 template <int kBits>
 constexpr int kRowBytes = kIntTileK * kBits / 8;  // of a column of the matrix in a stage
@@ -45,8 +46,10 @@ constexpr int kMostOfWarps = kBits == 8 ? 32 : 16;  // rows of a tile that uses 
 template <int kBits, int kTileRows>
 struct Shape {
   static constexpr int kBoxPairs = kTileRows == 16 ? 1 : 2;
-  static constexpr int kBlocksPerSm = kTileRows == 16 ? (kBits == 8 ? 2 : 3) : 1;  // by shared memory
-  static constexpr int kStages = kTileRows == 16 ? 4 : (kTileRows == 64 ? 4 : 3) + (kBits == 8 ? 0 : 1);
+  static constexpr int kBlocksPerSm = kTileRows == 16 ? (kBits == 8 ? 2 : 4) : 1;  // by shared memory
+  static constexpr int kStages = kTileRows == 16 ? (kBits == 8 ? 4 : 3) : (kTileRows == 64 ? 4 : 3) + (kBits == 8 ? 0 : 1);
+  static constexpr int kSets = kBits == 4 && kTileRows == 16 ? 2 : 1;           // of 16 columns, of a warp
+  static constexpr int kPairWarps = 2 * kWarpgroupThreads / kWarpSize / kSets;  // consumers of two boxes of 64 columns
   static constexpr int kConsumerWarps = kBoxPairs * kPairWarps, kWarps = kConsumerWarps + 2, kThreads = kWarps * kWarpSize;
   static constexpr int kPairBytes = 2 * kBoxOfCodes<kBits>;
   template <pmo_grouped_result kEpilogue>
@@ -83,78 +86,6 @@ __device__ inline void load_codes(const FewRowsParams& p, typename Shape<kBits, 
   });
 }
 
-// Two codes as 16-bit elements. In an element of T whose upper bits are 0, the lower eight are a linear number: subnormal, or with the
-// exponent after that of the subnormal ones, in the same units. A code's bits with the sign flipped are unsigned there, so one packed
-// fused multiply-add yields (bits - offset) * scale, exactly rounded.
-template <typename T>
-struct Packed {
-  using Pair = __nv_bfloat162;
-  static constexpr float kUnits = 0x1p127f, kTimes = 0x1p6f;  // their product is 1 over the unit
-};
-
-template <>
-struct Packed<__half> {
-  using Pair = __half2;
-  static constexpr float kUnits = 0x1p24f, kTimes = 1.0f;
-};
-
-// (word & mask) ^ flipped in one instruction; the compiler splits it if both are constants.
-__device__ inline uint32_t and_xor(uint32_t word, uint32_t mask, uint32_t flipped) {
-  uint32_t made;
-  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(made) : "r"(word), "r"(mask), "r"(flipped));
-  return made;
-}
-
-// Four bytes of a (0 to 3) and b (4 to 7); 8 + i is a byte of the sign bits of byte i.
-__device__ inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
-  uint32_t made;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(made) : "r"(a), "r"(b), "r"(selector));
-  return made;
-}
-
-// Scale of a matrix column in a K step. In a pair of int4 codes the even one is in bits 3 to 6, the odd one in bits 4 to 7.
-template <int kBits, typename T>
-struct Scale {
-  static constexpr float kEven = kBits == 8 ? 1.0f : 0x1p-3f, kOdd = kBits == 8 ? 1.0f : 0x1p-4f;
-  static constexpr float kOffset = kBits == 8 ? 128.0f : 8.0f;
-
-  float value;
-  uint32_t factor, offset;  // of the packed form
-  bool is_packed;           // both are exact
-
-  __device__ explicit Scale(float given) : value(given) {
-    const float even = given * (kEven * Packed<T>::kUnits) * Packed<T>::kTimes;
-    const float odd = given * (kOdd * Packed<T>::kUnits) * Packed<T>::kTimes;
-    factor = Pair<T>::pack(even, odd);
-    offset = Pair<T>::pack(-kOffset * given, -kOffset * given);
-    // The difference of two infinities is NaN.
-    is_packed = Pair<T>::unpack(factor).x - even == 0.0f && Pair<T>::unpack(offset).x == -kOffset * given;
-  }
-
-  // Values of two codes in linear bits.
-  template <bool kPacked>
-  __device__ uint32_t times(uint32_t bits) const {
-    if constexpr (kPacked) {
-      using Both = typename Packed<T>::Pair;
-      const Both made = __hfma2(reinterpret_cast<const Both&>(bits), reinterpret_cast<const Both&>(factor),
-                                reinterpret_cast<const Both&>(offset));
-      return reinterpret_cast<const uint32_t&>(made);
-    } else {
-      return Pair<T>::pack(__fmul_rn(code_of<kBits == 8 ? 23 : 20>(bits, 0x7640), value),
-                           __fmul_rn(code_of<kBits == 8 ? 23 : 19>(bits, 0x7642), value));
-    }
-  }
-
- private:
-  // A code in float32: its bits become the last bits of 2^kPower, where they have the code's place.
-  template <int kPower>
-  static __device__ float code_of(uint32_t bits, uint32_t selector) {
-    constexpr uint32_t kMagic = (127 + kPower) << 23;
-    static_assert(kMagic % (1 << 16) == 0, "bits are in the low byte");
-    return __uint_as_float(__byte_perm(bits, kMagic, selector)) - (kOffset + (1 << kPower));
-  }
-};
-
 // Mainloop of a consumer warp.
 template <pmo_grouped_result kEpilogue, int kBits, int kTileRows, bool kGrouped, typename T>
 struct Mainloop {
@@ -162,7 +93,10 @@ struct Mainloop {
   static constexpr int kToHalf = kGated ? kBoxOfCodes<kBits> : 8 * kRowBytes<kBits>;
   using Of = Shape<kBits, kTileRows>;
   using ScaleOf = Scale<kBits, T>;
-  using Accumulators = float[kTileRows / 2];
+  static constexpr int kSets = Of::kSets;
+  using OfSet = float[kTileRows / 2];
+  using Accumulators = OfSet[kSets];
+  using Scales = ScaleOf[kSets][2];
 
   const FewRowsParams& p;
   typename Of::Shared& shared;
@@ -170,95 +104,113 @@ struct Mainloop {
   const int pair, warp;  // of the CTA, and of the pair
   typename Of::State state = {};
 
-  // Box of the warp's columns, and column `row` of the first eight in it; the others, half 1, are kToHalf bytes further.
-  __device__ int box() const { return kGated ? 0 : warp / 4; }
-  __device__ int column(int row) const { return (kGated ? 8 * warp : warp % 4 * 16) + row; }
+  // Box of a set's columns, and column `row` of the first eight in it; the others, half 1, are kToHalf bytes further.
+  __device__ int box(int set) const { return kGated ? 0 : (warp + 4 * set) / 4; }
+  __device__ int column(int set, int row) const { return (kGated ? 8 * (warp + 4 * set) : warp % 4 * 16) + row; }
 
-  // d = W^T X^T of the warp's 16 columns and the tile's rows, rounded up to kRows.
+  // d = W^T X^T of the warp's columns and the tile's rows, rounded up to kRows.
   template <int kRows>
   __device__ void run(Accumulators& d, const SwapAbTile& tile) {
-    const float* scales[2];
+    const float* scales[kSets][2];
+    ScaleOf scale[kSets][2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int in_box = column(threadIdx.x % kWarpSize / 4) + (kGated ? 0 : 8 * half);
-      const int at = min(box_column<kEpilogue>(p, tile, kGated ? half : box()) + in_box, p.outer - 1);
-      scales[half] = p.matrix_scales + (int64_t{tile.expert} * p.outer + at) * (kGrouped ? p.k_blocks : 1);
+    for (int set = 0; set < kSets; ++set) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int in_box = column(set, threadIdx.x % kWarpSize / 4) + (kGated ? 0 : 8 * half);
+        const int at = min(box_column<kEpilogue>(p, tile, kGated ? half : box(set)) + in_box, p.outer - 1);
+        scales[set][half] = p.matrix_scales + (int64_t{tile.expert} * p.outer + at) * (kGrouped ? p.k_blocks : 1);
+        scale[set][half] = ScaleOf(__ldg(scales[set][half]));
+      }
+#pragma unroll
+      for (float& each : d[set]) each = 0.0f;
     }
-    ScaleOf scale[2] = {ScaleOf(__ldg(scales[0])), ScaleOf(__ldg(scales[1]))};
-    bool is_packed = are_packed(scale);
-#pragma unroll
-    for (float& each : d) each = 0.0f;
+    Arithmetic arithmetic = arithmetic_of(scale);
 #pragma unroll 1
     for (int step = 0; step < p.k_blocks; ++step) {
-      float next[2];
+      float next[kSets][2];
       if constexpr (kGrouped) {
         const int following = min(step + 1, p.k_blocks - 1);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) next[half] = __ldg(scales[half] + following);
+        for (int i = 0; i < 2 * kSets; ++i) next[i / 2][i % 2] = __ldg(scales[i / 2][i % 2] + following);
       }
       mbarrier_wait_parity(&shared.full[state.stage], state.phase);
       if constexpr (kRows > kMostOfWarps<kBits>) {
-        multiply_by_warpgroup<kRows>(d, scale, is_packed);
-      } else if (is_packed) {
-        multiply_by_warp<kRows, true>(d, scale);
+        multiply_by_warpgroup<kRows>(d[0], scale[0], arithmetic);
+      } else if (arithmetic == kPlain) {
+        multiply_by_warp<kRows, kPlain>(d, scale);
+      } else if (arithmetic == kReduced) {
+        multiply_by_warp<kRows, kReduced>(d, scale);
       } else {
-        multiply_by_warp<kRows, false>(d, scale);
+        multiply_by_warp<kRows, kFloat32>(d, scale);
       }
       __syncwarp();
       if (elect_sync()) mbarrier_arrive(&shared.empty[state.stage]);
       state.advance();
       if constexpr (kGrouped) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) scale[half] = ScaleOf(next[half]);
-        is_packed = are_packed(scale);
+        for (int i = 0; i < 2 * kSets; ++i) scale[i / 2][i % 2] = ScaleOf(next[i / 2][i % 2]);
+        arithmetic = arithmetic_of(scale);
       }
     }
   }
 
  private:
   static constexpr int kParts = kIntTileK / 32;  // of a stage
+  static constexpr int kPartsOfLoad = 8 / kBits;
 
-  // Codes of a part: a word of each half. int8: four codes in the first 16 of K, then in the others. int4: all eight codes.
-  using Codes = uint32_t[kBits / 2];
+  // What a load yields: words of both halves of 16 of K, and of the next 16 (int8), or of 32 of K, and of the next 32 (int4).
+  using Codes = uint32_t[4];
 
   // Operand A of a part: in 16 of K, then in the others.
   struct Values {
     uint32_t a[2][4];
   };
 
-  // True if the packed form suits all scales of the warp.
-  __device__ static bool are_packed(const ScaleOf (&scale)[2]) {
-    return __all_sync(kAllLanes, scale[0].is_packed && scale[1].is_packed);
+  // That of all scales of the warp.
+  __device__ static Arithmetic arithmetic_of(const Scales& scale) {
+    bool is_plain = true, is_packed = true;
+#pragma unroll
+    for (int i = 0; i < 2 * kSets; ++i) {
+      is_plain &= scale[i / 2][i % 2].arithmetic == kPlain;
+      is_packed &= scale[i / 2][i % 2].arithmetic != kFloat32;
+    }
+    if (__all_sync(kAllLanes, is_plain)) return kPlain;
+    return __all_sync(kAllLanes, is_packed) ? kReduced : kFloat32;
   }
 
-  __device__ uint32_t matrix() const { return stages.matrix(state.stage) + pair * Of::kPairBytes + box() * kBoxOfCodes<kBits>; }
+  __device__ uint32_t matrix(int set) const {
+    return stages.matrix(state.stage) + pair * Of::kPairBytes + box(set) * kBoxOfCodes<kBits>;
+  }
 
   // All MMAs of a stage by mma.sync.
-  template <int kRows, bool kPacked>
-  __device__ void multiply_by_warp(Accumulators& d, const ScaleOf (&scale)[2]) const {
-    // Chunks of X are swizzled in pairs.
-    const int lane = threadIdx.x % kWarpSize, row = lane / 4, quad = lane % 4;
-    const uint32_t rows = stages.rows(state.stage) + row * 128 + (quad / 2 ^ row % 4 * 2) * 16 + quad % 2 * 8;
+  template <int kRows, Arithmetic kArithmetic>
+  __device__ void multiply_by_warp(Accumulators& d, const Scales& scale) const {
+    Codes codes[kSets];
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      Codes codes;
-      load_neighbours(part, codes);
-      Values values;
-      convert<kPacked>(values, codes, scale);
+      Values values[kSets];
+#pragma unroll
+      for (int set = 0; set < kSets; ++set) {
+        if (part % kPartsOfLoad == 0) load_codes(set, part, codes[set]);
+        convert<kArithmetic>(values[set], codes[set], part, scale[set]);
+      }
 #pragma unroll
       for (int n = 0; n < kRows / 8; ++n) {
+        uint32_t b[4];
+        load_rows(part, n, b);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const uint2 b = ld_shared_v2((rows ^ (part % 2 * 64 + i * 32)) + part / 2 * (kTileRows * 128) + n * 8 * 128);
-          mma_m16n8k16<T>(d, 4 * n, values.a[i], b.x, b.y);
+        for (int i = 0; i < 4; i += 2) {
+#pragma unroll
+          for (int set = 0; set < kSets; ++set) mma_m16n8k16<T>(d[set], 4 * n, values[set].a[i / 2], b[i], b[i + 1]);
         }
       }
     }
   }
 
-  // All MMAs of a stage by wgmma. Warps of a warpgroup may differ in is_packed.
+  // All MMAs of a stage by wgmma. Warps of a warpgroup may differ in their arithmetic.
   template <int kRows>
-  __device__ void multiply_by_warpgroup(Accumulators& d, const ScaleOf (&scale)[2], bool is_packed) const {
+  __device__ void multiply_by_warpgroup(OfSet& d, const ScaleOf (&scale)[2], Arithmetic arithmetic) const {
     fence_proxy_async();
     Values values[2];
     Codes codes[2];
@@ -266,11 +218,15 @@ struct Mainloop {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       Values& made = values[part % 2];
-      if (part + 1 < kParts) load_in_order(part + 1, codes[(part + 1) % 2]);
-      if (is_packed) {
-        convert<true>(made, codes[part % 2], scale);
+      const Codes& from = codes[part / kPartsOfLoad % 2];
+      const int next = part / kPartsOfLoad + 1;
+      if (part % kPartsOfLoad == 0 && next * kPartsOfLoad < kParts) load_in_order(next * kPartsOfLoad, codes[next % 2]);
+      if (arithmetic == kPlain) {
+        convert<kPlain>(made, from, part, scale);
+      } else if (arithmetic == kReduced) {
+        convert<kReduced>(made, from, part, scale);
       } else {
-        convert<false>(made, codes[part % 2], scale);
+        convert<kFloat32>(made, from, part, scale);
       }
       // Boxes of 64 columns of X.
       const uint64_t b = smem_descriptor(stages.rows(state.stage) + part / 2 * (kTileRows * 128), 0, 1024) + part % 2 * (64 >> 4);
@@ -284,109 +240,125 @@ struct Mainloop {
     register_fence(d);
   }
 
-  // Codes 4 (l % 4) to 4 (l % 4) + 3 of 16.
-  __device__ void load_neighbours(int part, Codes& codes) const {
+  // Rows 8n to 8n + 7 of X of a part, as operand B of its two MMAs.
+  __device__ void load_rows(int part, int n, uint32_t (&b)[4]) const {
     const int lane = threadIdx.x % kWarpSize;
-    const uint32_t first = matrix();
-    if constexpr (kBits == 8) {  // 128-byte swizzle
-      const int matrix = lane / 8, row = lane % 8;
-      const uint32_t at = first + matrix % 2 * kToHalf + column(row) * kRowBytes<kBits> + (matrix / 2 ^ row) * 16;
-      ldmatrix_x4(at ^ part * 32, codes);
-    } else {  // 64-byte swizzle
-      const int row = lane / 4;
-      const uint32_t at = (first + column(row) * kRowBytes<kBits> + row / 2 * 16 + lane % 4 * 2) ^ part * 16;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        codes[half] = __byte_perm(ld_shared_u16(at + half * kToHalf), ld_shared_u16(at + half * kToHalf + 8), 0x5410);
-      }
-    }
-  }
-
-  // Codes 2 (l % 4) and the next one of 16, and those 8 further.
-  __device__ void load_in_order(int part, Codes& codes) const {
-    const int lane = threadIdx.x % kWarpSize, row = lane / 4, quad = lane % 4;
-    const uint32_t first = matrix() + column(row) * kRowBytes<kBits>;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if constexpr (kBits == 8) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const uint32_t at = ((first + row * 16 + 2 * quad) ^ (part * 32 + i * 16)) + half * kToHalf;
-          codes[2 * i + half] = __byte_perm(ld_shared_u16(at), ld_shared_u16(at + 8), 0x5410);
-        }
-      } else {
-        const uint4 chunk = ld_shared_v4(((first + row / 2 * 16) ^ part * 16) + half * kToHalf);
-        const uint32_t selector = 0x40 + 0x11 * quad;  // bytes l % 4 and l % 4 + 4 of eight
-        codes[half] = __byte_perm(__byte_perm(chunk.x, chunk.y, selector), __byte_perm(chunk.z, chunk.w, selector), 0x5410);
-      }
-    }
-  }
-
-  template <bool kPacked>
-  __device__ static void convert(Values& values, const Codes& codes, const ScaleOf (&scale)[2]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t bits[4];  // two codes each, in linear bits
-      if constexpr (kBits == 8) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const uint32_t flipped = codes[2 * i + half] ^ 0x80808080;
-          bits[2 * i] = __byte_perm(flipped, 0, 0x4140);
-          bits[2 * i + 1] = __byte_perm(flipped, 0, 0x4342);
-        }
-      } else {  // bytes of zeros from sign bits of the even codes' bytes
-        const uint32_t word = codes[half];
-        const uint32_t even = and_xor(word << 3, 0x78787878, 0x40404040), odd = and_xor(word, 0xF0F0F0F0, 0x80808080);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) bits[i] = permute_bytes(even, odd, 0x8480 + 0x0101 * i);
-      }
+    const uint32_t first = stages.rows(state.stage) + part / 2 * (kTileRows * 128) + n * 8 * 128;
+    if constexpr (kBits == 8) {  // four neighbours; chunks are swizzled in pairs
+      const int row = lane / 4, quad = lane % 4;
+      const uint32_t at = first + row * 128 + (quad / 2 ^ row % 4 * 2) * 16 + quad % 2 * 8;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        values.a[i][half] = scale[half].template times<kPacked>(bits[2 * i]);
-        values.a[i][2 + half] = scale[half].template times<kPacked>(bits[2 * i + 1]);
+        const uint2 each = ld_shared_v2(at ^ (part % 2 * 64 + i * 32));
+        b[2 * i] = each.x;
+        b[2 * i + 1] = each.y;
+      }
+    } else {
+      const int chunk = lane / 8, row = lane % 8;
+      ldmatrix_x4((first + row * 128 + (chunk ^ row) * 16) ^ part % 2 * 64, b);
+    }
+  }
+
+  // int8: codes 4 (l % 4) to 4 (l % 4) + 3 of 16. int4: those of the lane.
+  __device__ void load_codes(int set, int part, Codes& codes) const {
+    const int lane = threadIdx.x % kWarpSize, row = lane % 8, half = lane / 8 % 2, second = lane / 16;
+    const uint32_t first = matrix(set) + half * kToHalf + column(set, row) * kRowBytes<kBits>;
+    if constexpr (kBits == 8) {  // 128-byte swizzle
+      ldmatrix_x4((first + (second ^ row) * 16) ^ part * 32, codes);
+    } else {  // 64-byte swizzle
+      ldmatrix_x4((first + (second ^ row / 2) * 16) ^ part * 16, codes);
+    }
+  }
+
+  // int8: codes 2 (l % 4) and the next one of 16, and those 8 further. int4: those of the lane.
+  __device__ void load_in_order(int part, Codes& codes) const {
+    if constexpr (kBits == 4) {
+      load_codes(0, part, codes);
+    } else {
+      const int lane = threadIdx.x % kWarpSize, row = lane / 4, quad = lane % 4;
+      const uint32_t first = matrix(0) + column(0, row) * kRowBytes<kBits> + row * 16 + 2 * quad;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint32_t at = (first ^ (part * 32 + i * 16)) + half * kToHalf;
+          codes[2 * i + half] = __byte_perm(ld_shared_u16(at), ld_shared_u16(at + 8), 0x5410);
+        }
+      }
+    }
+  }
+
+  template <Arithmetic kArithmetic>
+  __device__ static void convert(Values& values, const Codes& codes, int part, const ScaleOf (&scale)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if constexpr (kBits == 8) {
+          const uint32_t flipped = codes[2 * i + half] ^ 0x80808080;
+          values.a[i][half] = scale[half].template times<kArithmetic, false>(__byte_perm(flipped, 0, 0x4140));
+          values.a[i][2 + half] = scale[half].template times<kArithmetic, false>(__byte_perm(flipped, 0, 0x4342));
+        } else {
+          const uint32_t word = codes[part % 2 * 2 + half] >> 8 * i;
+          values.a[i][half] = scale[half].template times<kArithmetic, false>(and_xor(word, 0x000F000F, 0x00080008));
+          values.a[i][2 + half] = scale[half].template times<kArithmetic, true>(and_xor(word, 0x00F000F0, 0x00800080));
+        }
       }
     }
   }
 };
 
-// Epilogue of a pair of warpgroups: each writes its columns to buffers of the pair. `warpgroup` is 0 or 1.
-template <pmo_grouped_result kEpilogue, int kTileRows, typename T, typename Stages>
-__device__ inline void store_int_tile(const FewRowsParams& p, const float (&d)[kTileRows / 2], const SwapAbTile& tile,
+// Epilogue of a pair's warps: each writes its columns to buffers of the pair. `warpgroup` is 0 or 1.
+template <pmo_grouped_result kEpilogue, int kTileRows, int kSets, typename T, typename Stages>
+__device__ inline void store_int_tile(const FewRowsParams& p, const float (&d)[kSets][kTileRows / 2], const SwapAbTile& tile,
                                       const TileRowWeights& weights, const Stages& stages, int pair, int warpgroup, int& which) {
   constexpr bool kGated = kEpilogue == PMO_GROUPED_GATED;
+  constexpr int kPairThreads = 2 * kWarpgroupThreads / kSets;
   const SubtileLane lane;
   const int quad = threadIdx.x % 4 * 2, warp = threadIdx.x % kWarpgroupThreads / kWarpSize, in_warp = threadIdx.x % kWarpSize;
 #pragma unroll
   for (int subtile = 0; subtile < kTileRows / kSubtileRows; ++subtile) {
     if (subtile * kSubtileRows >= tile.rows) break;
-    const uint32_t buffer = stages.buffer(which, 2 * pair + (kGated ? 0 : warpgroup));
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) {
+      const int half = warpgroup + set;  // of the pair's columns
+      const uint32_t buffer = stages.buffer(which, 2 * pair + (kGated ? 0 : half));
+      if constexpr (kGated) {
+        uint32_t word[2];  // eight columns of rows 0 to 7, and of rows 8 to 15
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int at = subtile * 8 + 4 * i;
+          const float2 gate = Pair<T>::unpack(Pair<T>::pack(d[set][at], d[set][at + 1])),
+                       up = Pair<T>::unpack(Pair<T>::pack(d[set][at + 2], d[set][at + 3]));
+          word[i] = Pair<T>::pack(gate.x * sigmoid(gate.x) * up.x, gate.y * sigmoid(gate.y) * up.y);
+        }
+        const int chunk = 4 * half + warp, target_row = in_warp % 16;
+        stmatrix_x2_trans(buffer + target_row * 128 + (chunk ^ target_row % 8) * 16, word[0], word[1]);
+      } else {
+        uint32_t word[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at = subtile * 8 + 2 * i;
+          const float first = weights.of(subtile, i / 2 * 8 + quad), second = weights.of(subtile, i / 2 * 8 + quad + 1);
+          word[i] = Pair<T>::pack(d[set][at] * first, d[set][at + 1] * second);
+        }
+        stmatrix_x4_trans(buffer + lane.to_write, word);
+      }
+    }
     if constexpr (kGated) {
-      uint32_t word[2];  // eight columns of rows 0 to 7, and of rows 8 to 15
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int at = subtile * 8 + 4 * i;
-        const float2 gate = Pair<T>::unpack(Pair<T>::pack(d[at], d[at + 1])),
-                     up = Pair<T>::unpack(Pair<T>::pack(d[at + 2], d[at + 3]));
-        word[i] = Pair<T>::pack(gate.x * sigmoid(gate.x) * up.x, gate.y * sigmoid(gate.y) * up.y);
-      }
-      const int chunk = 4 * warpgroup + warp, target_row = in_warp % 16;
-      stmatrix_x2_trans(buffer + target_row * 128 + (chunk ^ target_row % 8) * 16, word[0], word[1]);
-      bar_sync(1 + pair, kPairWarps * kWarpSize);
+      bar_sync(1 + pair, kPairThreads);
     } else {
-      uint32_t word[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = subtile * 8 + 2 * i;
-        const float first = weights.of(subtile, i / 2 * 8 + quad), second = weights.of(subtile, i / 2 * 8 + quad + 1);
-        word[i] = Pair<T>::pack(d[at] * first, d[at + 1] * second);
-      }
-      stmatrix_x4_trans(buffer + lane.to_write, word);
       bar_sync(1 + 2 * pair + warpgroup, kWarpgroupThreads);
     }
-    const int row = subtile * kSubtileRows + lane.row, column = tile.column + (kGated ? 0 : 64 * warpgroup) + lane.column;
-    const bool stores = !kGated || subtile % 2 == warpgroup;
-    if (stores && row < tile.rows && column < p.width) {
-      store_from_subtile<T>(p.out, p.width, tile.row + row, column, buffer + lane.to_read);
+    const int row = subtile * kSubtileRows + lane.row;
+#pragma unroll
+    for (int set = 0; set < (kGated ? 1 : kSets); ++set) {
+      const int half = warpgroup + set, column = tile.column + (kGated ? 0 : 64 * half) + lane.column;
+      const bool stores = !kGated || kSets == 2 || subtile % 2 == warpgroup;
+      if (stores && row < tile.rows && column < p.width) {
+        store_from_subtile<T>(p.out, p.width, tile.row + row, column,
+                              stages.buffer(which, 2 * pair + (kGated ? 0 : half)) + lane.to_read);
+      }
     }
     which ^= 1;  // all warps have read this buffer when they meet at the barrier of the next one
   }
@@ -395,15 +367,16 @@ __device__ inline void store_int_tile(const FewRowsParams& p, const float (&d)[k
 template <pmo_grouped_result kEpilogue, int kBits, int kTileRows, bool kGrouped, typename T>
 __device__ inline void consume_codes(const FewRowsParams& p, typename Shape<kBits, kTileRows>::Shared& shared,
                                      const typename Shape<kBits, kTileRows>::Stages& stages, int warp) {
-  const int pair = warp / kPairWarps, in_pair = warp % kPairWarps;
+  using Of = Shape<kBits, kTileRows>;
+  const int pair = warp / Of::kPairWarps, in_pair = warp % Of::kPairWarps;
   Mainloop<kEpilogue, kBits, kTileRows, kGrouped, T> mainloop = {p, shared, stages, pair, in_pair};
   int which = 0;
   for_each_tile<kTileRows>(p, shared, Shape<kBits, kTileRows>::template kColumns<kEpilogue>, [&](SwapAbTile tile) {
     tile.column += pair * kFewRowsColumns<kEpilogue>;
     const TileRowWeights weights = few_row_weights<kEpilogue>(p, tile);
-    float d[kTileRows / 2];
+    float d[Of::kSets][kTileRows / 2];
     run_rounded<kTileRows, 8>(mainloop, d, tile);
-    store_int_tile<kEpilogue, kTileRows, T>(p, d, tile, weights, stages, pair, in_pair / 4, which);
+    store_int_tile<kEpilogue, kTileRows, Of::kSets, T>(p, d, tile, weights, stages, pair, in_pair / 4, which);
   });
 }
 
@@ -426,7 +399,7 @@ __global__ void __launch_bounds__(Shape<kBits, kTileRows>::kThreads, Shape<kBits
   } else {
     wait_for_previous_kernel();
     copy_rows<kIntTileK / kTileK, Of::kStages, kTileRows>(p, shared, stages, Of::template kColumns<kEpilogue>,
-                                                          kMostOfWarps<kBits>);
+                                                          kBits == 8 ? kMostOfWarps<kBits> : 0);
   }
 #endif
 }

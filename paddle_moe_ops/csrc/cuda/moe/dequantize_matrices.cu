@@ -3,8 +3,8 @@
 
 // dequantize_matrices: the values of the codes of expert matrices (pmo/matrices.h), code * scale, rounded once.
 //
-// A warp per stored row, in a grid-stride loop over the rows of all matrices. A lane takes eight neighbouring columns, with 4 or 8 bytes
-// of codes, or one column where a row is no multiple of eight. Memory-bound: E D N (bytes of a code + itemsize).
+// A warp per stored row, in a grid-stride loop over the rows of all matrices. A lane takes eight neighbouring columns, with 8 bytes of codes,
+// or of transposed int4 codes 16 that four lanes read, or one column where a row is no multiple of eight. Memory-bound: E D N (bytes of a code + itemsize).
 #include <cstdint>
 
 #include "common/checks.h"
@@ -31,11 +31,20 @@ union Elements {
 template <int kWidth>
 __device__ inline void load_codes(const pmo_dequantize_matrices_params& p, const uint8_t* codes, int64_t row, int column,
                                   float (&values)[kWidth]) {
-  if (is_int4(p.format) && p.transpose != 0) {  // two columns to a byte
-    Elements<uint8_t, (kWidth + 1) / 2> pairs;
-    pairs.access = __ldg(reinterpret_cast<const decltype(pairs.access)*>(codes + column / 2));
+  if (is_int4(p.format) && p.transpose != 0) {  // eight columns from a multiple of eight on are in every second byte
+    const uint8_t* const first = codes + byte_of_int4(column);
+    const bool is_high = is_high_int4(column);
+    if constexpr (kWidth == 1) {
+      values[0] = static_cast<float>(int4_of(__ldg(first), is_high));
+    } else {
+      Elements<uint8_t, 2 * kWidth> bytes;
+      const int in_pair = column / 16 % 2;
+      bytes.access = __ldg(reinterpret_cast<const decltype(bytes.access)*>(first - in_pair));
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) values[i] = static_cast<float>(int4_of(pairs.each[i / 2], (column + i) % 2 != 0));
+      for (int i = 0; i < kWidth; ++i) {
+        values[i] = static_cast<float>(int4_of(in_pair != 0 ? bytes.each[2 * i + 1] : bytes.each[2 * i], is_high));
+      }
+    }
     return;
   }
   Elements<uint8_t, kWidth> bytes;
@@ -43,7 +52,7 @@ __device__ inline void load_codes(const pmo_dequantize_matrices_params& p, const
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
     const uint8_t code = bytes.each[i];
-    values[i] = is_int4(p.format)             ? static_cast<float>(int4_of(code, row % 2 != 0))
+    values[i] = is_int4(p.format)             ? static_cast<float>(int4_of(code, is_high_int4(row)))
                 : p.format == PMO_MATRIX_INT8 ? static_cast<float>(static_cast<int8_t>(code))
                                               : float8_value(code);
   }
@@ -58,7 +67,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t stride = int64_t{gridDim.x} * kWarps;
   for (int64_t i = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarpSize; i < p.num_matrices * layout.rows; i += stride) {
     const int64_t matrix = i / layout.rows, row = i - matrix * layout.rows;
-    const int64_t code_row = matrix * layout.code_rows + (packs_rows ? row / 2 : row);
+    const int64_t code_row = matrix * layout.code_rows + (packs_rows ? byte_of_int4(row) : row);
     const auto* codes = static_cast<const uint8_t*>(p.codes) + code_row * layout.code_columns;
     const float* scales = p.scales + (matrix * layout.scale_rows + row / layout.scale_height) * layout.scale_columns;
     for (int column = threadIdx.x % kWarpSize * kWidth; column < columns; column += kWarpSize * kWidth) {
@@ -87,8 +96,9 @@ int dequantize(const pmo_dequantize_matrices_params& p, cudaStream_t stream) {
   const int64_t count = p.num_matrices * layout.rows;
   if (count == 0 || layout.columns == 0) return PMO_OK;
   const Grid grid = {grid_for(count, kWarps), kThreads};
-  // Rows begin at multiples of 4 or 8 bytes of codes and of 16 bytes of values.
-  const bool is_wide = layout.columns % kWide == 0 && widest_access({address(p.codes) * 2, address(p.out)}) == 16;
+  // Rows begin at multiples of 8 or 16 bytes of codes and of 16 bytes of values.
+  const uintptr_t codes_of_access = is_int4(p.format) && p.transpose != 0 ? address(p.codes) : address(p.codes) * 2;
+  const bool is_wide = layout.columns % kWide == 0 && widest_access({codes_of_access, address(p.out)}) == 16;
   return with_rows(p.dtype, [&](auto rows) {
     using Rows = decltype(rows);
     const auto run = [&](auto* kernel) { return launch("dequantize_matrices", kernel, grid, stream, p, layout); };
