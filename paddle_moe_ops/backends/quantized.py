@@ -32,8 +32,8 @@ class QuantizedMatrices(NamedTuple):
     "fp8_128x128"   float8_e4m3fn [E, D, N]           [E, ceil(D/128), ceil(N/128)]  128 x 128 elements
     ==============  ================================  =============================  ========================
 
-    Two int4 codes, of -8 to 7 in two's complement, are in one byte, in the order in which tensor cores read them: byte j
-    of 32 inputs has the code of input ``16 * (j % 2) + j // 2`` in the low half, and of the input 8 further in the high
+    Two int4 codes, of -8 to 7 in two's complement, are in one byte, in the order in which tensor cores read them:
+    byte j of 32 inputs has the code of input ``16 * (j % 2) + j // 2`` in the low half, and of the input 8 further in the high
     half. `paddle_moe_ops.reference.pack_int4` packs int8 codes [E, D, N] in NumPy. Float8 codes may be bytes, uint8 or
     int8, too: `paddle.load` returns float8 tensors as int8.
 
