@@ -298,6 +298,7 @@ def test_there_may_be_nothing_to_compare_with(bench_run, monkeypatch):
 BAD_ARGUMENTS = {
     ("--tokens", "0"): "positive integers, but got '0'",
     ("--tokens", "512", "1e3"): "positive integers, but got '1e3'",
+    ("--tokens", "²"): "positive integers, but got '²'",
     ("--model", "dsv4"): f"{bench.NAMES}, but got 'dsv4'",
     ("--model", "dsv3", "8,2"): f"{bench.NAMES}, but got '8,2'",
     ("--model", "8,0,1"): f"{bench.NAMES}, but got '8,0,1'",

@@ -12,7 +12,9 @@ import sys
 import time
 
 import paddle
+import paddle.nn.functional as F
 import pytest
+from paddle.distributed.communication.group import Group
 
 import paddle_moe_ops as ops
 from paddle_moe_ops import bench
@@ -104,10 +106,12 @@ def test_a_wrong_gradient_is_named(run, times, monkeypatch):
 
 
 def test_fused_operators_of_paddle_count_where_they_run(run, times, monkeypatch):
-    def fused(self):
-        return self.plain(self.x)
+    def fused(x, router, gate_up, down, moe_topk=2):
+        probs, ids = paddle.topk(F.softmax(x[0] @ router), moe_topk)
+        plan = ops.route(ids, probs, num_experts=len(down))
+        return ops.moe_mlp(x[0], plan, probs / probs.sum(-1, keepdim=True), gate_up, down).unsqueeze(0)
 
-    monkeypatch.setattr(layer_calls.LayerProblem, "fused_moe", fused)
+    monkeypatch.setattr(paddle.incubate.nn.functional, "fused_moe", fused, raising=False)
     _, lines, rows = run()
     assert [row["beside"] for row in rows if row["operation"] == "MoELayer"] == [layer_calls.FUSED] * 2
     assert all("2.00*" in line for line in lines if line.startswith("MoELayer  "))
@@ -137,6 +141,11 @@ def test_the_plain_decoder_computes_the_same():
         out = layer_calls.as_plain(model)(tokens)
     assert not model.moe_layers
     assert paddle.allclose(out, expected, rtol=1e-4, atol=1e-5).item()
+
+
+def test_the_experts_of_a_decoder_are_shared_within_its_group():
+    this = Group(0, -1, [0])
+    assert [each.parallel.group for each in Decoder(layer_calls.DECODER, this).moe_layers] == [this] * 3
 
 
 def test_a_plain_block_has_parameters_of_its_own():
@@ -178,6 +187,12 @@ def test_a_layer_needs_at_most_the_memory_that_is_announced(tokens):
         assert operation.problem(operation.others[-1]) == ""
     taken = core.host_memory_stat_peak_value("Allocated", 0) - before
     assert 0.4 <= taken / running.layer_memory_needed(model, tokens) <= 1.05
+
+
+def test_experts_without_tokens_have_gradients_of_zero():
+    problem = layer_calls.LayerProblem(Model("x", 8, 2 * MANY + 1, 2, 4), MANY, on_cpu=True)
+    assert 0 in problem.counts
+    assert [each.problem(each.others[-1]) for each in layer_calls.layer_operations(problem)] == [""] * len(ALL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
