@@ -24,6 +24,7 @@ from paddle_moe_ops import (
     unpermute,
     use_backend,
 )
+from paddle_moe_ops.nn._counts import keep_first
 from paddle_moe_ops.testing.routing import uniform
 from tests.ops.problems import tensor
 
@@ -143,6 +144,15 @@ def test_inference_keeps_nothing(ids, place):
     with paddle.no_grad():
         rows, _ = permute(source * 1.0, plan)
     assert allocated_bytes() - before - rows.size * 4 < SLACK
+
+
+def test_a_rank_with_few_experts_frees_the_memory_of_the_others(place):
+    before = allocated_bytes()
+    stacked = [leaf(E * T, place).reshape([E, T, H]).detach() for _ in range(2)]
+    keep_first(stacked[:1], 1)
+    keep_first(stacked[1:], 0)
+    assert [each.shape for each in stacked] == [[1, T, H], [0, T, H]]
+    assert allocated_bytes() - before < TOKEN_BYTES + SLACK
 
 
 INNER = 64

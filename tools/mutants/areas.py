@@ -137,13 +137,13 @@ AREAS = {
         (
             "tests/ops/test_nn*.py",
             *_tests("ops", "activations", "dropped_slots", "every_argument", "float8_hidden", "float8_mlp"),
-            *_tests("ops", "python_calls", "sharded_experts", "side_by_side"),
+            *_tests("ops", "memory", "python_calls", "sharded_experts", "side_by_side"),
             *_tests("distributed", "expert_load", "expert_parallel_errors", "expert_parallel_layer"),
             *_tests("distributed", "kept_matrices", "own_transports", "parameters_side_by_side"),
             *_tests("static", "expert_programs", "to_static"),
             *_tests("scenarios", "accumulating_layers", "float8_graphs", "float8_hidden_programs", "float8_programs"),
             *_tests("scenarios", "layer_programs", "layer_training", "messages", "recompute_of_nothing", "training"),
-            *_tests("scenarios", "expert_load", "kept_matrices", "quantized_layers"),
+            *_tests("scenarios", "deferred_weight_gradients", "expert_load", "kept_matrices", "quantized_layers"),
         ),
     ),
     "patch": Area(
