@@ -328,6 +328,15 @@ def test_a_bad_argument_is_named_in_one_line(arguments, capsys):
     assert printed.err.startswith(f"bench: {arguments[0]} must be {BAD_ARGUMENTS[arguments]}")
 
 
+def test_the_first_line_of_an_error_of_paddle_is_the_reason(capsys, monkeypatch):
+    def failing(_):
+        raise RuntimeError("\n\nno such device\n  [Hint: ...]")
+
+    monkeypatch.setattr(paddle, "set_device", failing)
+    assert main(["bench", "--device", "gpu:9"]) == 2
+    assert capsys.readouterr().err.endswith("but got 'gpu:9' (no such device)\n")
+
+
 @pytest.mark.parametrize("text", ["[]", '{"format": "paddle_moe_ops bench 0"}'])
 def test_json_of_another_kind_is_named(text, capsys, tmp_path):
     (tmp_path / "other.json").write_text(text)

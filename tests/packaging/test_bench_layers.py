@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import signal
@@ -143,9 +144,11 @@ def test_the_plain_decoder_computes_the_same():
     assert paddle.allclose(out, expected, rtol=1e-4, atol=1e-5).item()
 
 
-def test_the_experts_of_a_decoder_are_shared_within_its_group():
-    this = Group(0, -1, [0])
-    assert [each.parallel.group for each in Decoder(layer_calls.DECODER, this).moe_layers] == [this] * 3
+def test_a_decoder_has_layers_of_its_group_and_format():
+    this, config = Group(0, -1, [0]), layer_calls.DECODER
+    assert [each.parallel.group for each in Decoder(config, this).moe_layers] == [this] * 3
+    float8 = Decoder(dataclasses.replace(config, compute="fp8_1x128"))
+    assert [each.config.compute for each in float8.moe_layers] == ["fp8_1x128"] * 3
 
 
 def test_a_plain_block_has_parameters_of_its_own():
@@ -192,7 +195,18 @@ def test_a_layer_needs_at_most_the_memory_that_is_announced(tokens):
 def test_experts_without_tokens_have_gradients_of_zero():
     problem = layer_calls.LayerProblem(Model("x", 8, 2 * MANY + 1, 2, 4), MANY, on_cpu=True)
     assert 0 in problem.counts
-    assert [each.problem(each.others[-1]) for each in layer_calls.layer_operations(problem)] == [""] * len(ALL)
+    for operation in layer_calls.layer_operations(problem):
+        assert operation.problem(operation.ours) == operation.problem(operation.others[-1]) == ""
+
+
+def test_a_run_that_is_stopped_before_its_first_row_has_written_a_file(run, monkeypatch):
+    def stopped(*_):
+        raise measure.Stopped(signal.SIGTERM)
+
+    monkeypatch.setattr(running, "_measure", stopped)
+    status, lines, rows = run()
+    assert (status, rows) == (128 + signal.SIGTERM, [])
+    assert "stopped after 0 lines" in lines
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
