@@ -139,7 +139,8 @@ AREAS = {
             *_tests("ops", "activations", "dropped_slots", "every_argument", "float8_hidden", "float8_mlp"),
             *_tests("ops", "memory", "python_calls", "sharded_experts", "side_by_side"),
             *_tests("distributed", "expert_load", "expert_parallel_errors", "expert_parallel_layer"),
-            *_tests("distributed", "kept_matrices", "own_transports", "parameters_side_by_side"),
+            *_tests("distributed", "devices_of_arguments", "kept_matrices", "own_transports"),
+            *_tests("distributed", "parameters_side_by_side"),
             *_tests("static", "expert_programs", "to_static"),
             *_tests("scenarios", "accumulating_layers", "float8_graphs", "float8_hidden_programs", "float8_programs"),
             *_tests("scenarios", "layer_programs", "layer_training", "messages", "recompute_of_nothing", "training"),
@@ -168,6 +169,7 @@ AREAS = {
         (
             *("tests/ops/test_fastdeploy_*.py", "tests/ops/test_every_argument.py"),
             *("tests/scenarios/test_fastdeploy_calls.py", "tests/static/test_fastdeploy_programs.py"),
+            *_tests("distributed", "devices_of_arguments"),
         ),
     ),
     "paddlefleet": Area(
@@ -307,7 +309,7 @@ AREAS = {
     "fleet_optimizers": _ranks(
         ("fleet_optimizers", "loss_scaling"),
         ("fleet", "fleet_programs", "grad_scaler", "ranks_that_do_not_come"),
-        _tests("scenarios", "deferred_in_training"),
+        (*_tests("ops", "sharded_experts"), *_tests("scenarios", "deferred_in_training", "deferred_schedules")),
         runs_slow=True,
     ),
     "states": _ranks(
