@@ -14,7 +14,7 @@ from paddle.distributed.communication.group import Group
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import dygraph_sharding_optimizer
 
 from paddle_moe_ops.expert_parallel import mark_expert_parameters
-from paddle_moe_ops.expert_parallel.fleet_optimizers import FleetOptimizer, Place
+from paddle_moe_ops.expert_parallel.fleet_optimizers import FleetClip, FleetOptimizer, Place
 from paddle_moe_ops.nn import MoELayer
 
 ALL, COPIES = Group(1, 5, [0, 1, 2, 3]), Group(0, 6, [1, 3])
@@ -111,6 +111,14 @@ def test_frozen_experts_may_be_trained_later_and_dense_layers_under_data_paralle
     dense.bias.stop_gradient = False
     with pytest.raises(ValueError, match=f"distributed_optimizer: stop_gradient of '{dense.bias.name}' must be True"):
         FleetOptimizer._hybrid_sync_grad(optimizer, parameters)
+
+
+def test_a_norm_is_in_float64_if_one_gradient_is(monkeypatch):
+    monkeypatch.setattr(paddle.distributed, "all_reduce", lambda _: None)
+    small, wide = (SimpleNamespace(name=name) for name in ("small", "wide"))
+    pairs = [(small, paddle.full([1], 2.0**-20)), (wide, paddle.ones([1], "float64"))]
+    square, dtype = FleetClip(1.0, frozenset({"small", "wide"})).get_l2_norm_pow(pairs)
+    assert (square.item(), dtype) == (1 + 2.0**-40, "float64")
 
 
 def test_marks_without_a_group_leave_an_earlier_one():
