@@ -206,7 +206,7 @@ AREAS = {
             *_tests("ops", "memory"),
             *_tests("ops", "bad_arguments", "side_by_side", "amp_recompute", "explain_layer"),
             *_tests("static", "expert_programs", "float8_programs"),
-            *_tests("scenarios", "deferred_in_training", "float8_wgrads", "messages"),
+            *_tests("scenarios", "deferred_in_training", "deferred_weight_gradients", "float8_wgrads", "messages"),
             *_tests("distributed", "deferred_gradients"),
         ),
     ),
