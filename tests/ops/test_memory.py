@@ -14,6 +14,7 @@ from paddle.distributed.fleet.utils import recompute
 from paddle_moe_ops import (
     Float8Matrices,
     dequantize_1x128,
+    flush_dw,
     moe_mlp,
     moe_permute,
     moe_unpermute,
@@ -185,6 +186,17 @@ def test_float8_experts_that_share_or_recompute_codes_keep_none_of_their_own(opt
     kept = kept_for_backward(leaf(T, place), lambda x: float8_layer(x, **options))
     expected = TOKEN_BYTES + HIDDEN_BYTES * (options.get("keep") != "x")
     assert expected <= kept < expected + SLACK
+
+
+def test_deferred_gradients_of_float8_experts_keep_no_codes(ids, place):
+    plan = route(ids, num_experts=E)
+    shapes = (E, H, 2 * INNER), (E, INNER, H)
+    matrices = [tensor(np.ones(shape, np.float32), place, gradient=True) for shape in shapes]
+    before = allocated_bytes()
+    loss = moe_mlp(leaf(T, place), plan, None, *matrices, compute="fp8_1x128", defer_dw=True).sum()
+    loss.backward()
+    assert allocated_bytes() - before < 3 * TOKEN_BYTES + 2 * HIDDEN_BYTES < 3 * TOKEN_BYTES + MATRIX_ELEMENTS
+    flush_dw()
 
 
 def test_recomputed_float8_experts_keep_their_tokens_alone(float8_layer, place):

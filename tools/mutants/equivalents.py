@@ -286,6 +286,8 @@ EQUIVALENT = (
     (r"nn/experts\.py", "comparison", r"if alignment > 1 else None$", "a shortcut: offsets of groups without padding"),
     (r"nn/losses\.py", "method dropped", r"counts = mask\.astype", "a clip by a float returns floats"),
     (r"/_graphs\.py", "finally dropped", r"set_eval_frame\(tracer\)", "after an error bytecode is not traced: speed"),
+    (r"backends/experts\.py", "and, or", r"self\.has_d_weights and self\.wanted", "a gradient that is not needed"),
+    (r"/_graphs\.py", "comparison", r"<= _PLAIN", "a shortcut: numbers carry no graph"),
     (r"/gemm\.py", "constant|comparison", r"if num_experts < 0 and \(plan", "there is one expert at least"),
     (r"nn/losses\.py", "constant|comparison", r"if values\.shape\[axis\] >= 0:", "without tokens both quotients are 0"),
     (r"csrc/paddle/", "", r"place\(\) [!=]= target\.place\(\)", "the suites on a GPU see it"),
