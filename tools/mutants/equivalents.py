@@ -288,6 +288,12 @@ EQUIVALENT = (
     (r"/_graphs\.py", "finally dropped", r"set_eval_frame\(tracer\)", "after an error bytecode is not traced: speed"),
     (r"backends/experts\.py", "and, or", r"self\.has_d_weights and self\.wanted", "a gradient that is not needed"),
     (r"/_graphs\.py", "elements swapped", r"for given in \(arguments,", "in any order: the same error"),
+    (
+        r"backends/gradients\.py",
+        "constant",
+        r"one_column = filled\(\[probs\.shape\[0\], 1\], 0,",
+        "rows whose sums are not read: the probabilities are the second result",
+    ),
     (r"backends/experts\.py", "constant", r"quantize_experts\(\*matrices, True\)", "the suites on a GPU see it"),
     (r"backends/experts\.py", "elements swapped", r"unread = operands\[1\]", "in any order"),
     (r"/_graphs\.py", "comparison", r"<= _PLAIN", "a shortcut: numbers carry no graph"),
