@@ -265,6 +265,7 @@ EQUIVALENT = (
     (r"expert_parallel/placement\.py", "elements swapped", r"^BY_ROW =", "in any order"),
     (r"expert_parallel/placement\.py", "constant", r"filled\(\[1\], 0, counts\.dtype", "room for more"),
     (r"expert_parallel/moving\.py", "constant", r"step = parallel\._step\(", "words that all ranks have alike"),
+    (r"expert_parallel/moving\.py", "elements swapped", r"dict\[int, _Move\]", "types that Python does not check"),
     (r"expert_parallel/moving\.py", "elements swapped", r"for gradient in \(", "in any order"),
     (r"expert_parallel/moving\.py", "opposite", r"grad = paddle\.zeros_like\(", "dropped by the next line"),
     (r"expert_parallel/tokens\.py", "method dropped", r"made\.ids\.astype", "plans take ids of int64 as well"),
