@@ -69,7 +69,7 @@ class Attention(nn.Layer):
         self.heads, self.groups = config.heads, config.key_value_heads
         self.qkv = nn.Linear(config.hidden, (self.heads + 2 * self.groups) * HEAD_DIM, bias_attr=False)
         self.out = nn.Linear(config.hidden, config.hidden, bias_attr=False)
-        frequency = 10000.0 ** (-paddle.arange(0, HEAD_DIM, 2, dtype="float32") / HEAD_DIM)
+        frequency = 10000.0 ** (-paddle.arange(0, HEAD_DIM, 2) / HEAD_DIM)
         angle = paddle.outer(paddle.arange(config.context, dtype="float32"), frequency).tile([1, 2])
         self.register_buffer("cos", paddle.cos(angle).unsqueeze(1), persistable=False)
         self.register_buffer("sin", paddle.sin(angle).unsqueeze(1), persistable=False)

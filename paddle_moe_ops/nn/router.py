@@ -156,7 +156,6 @@ class TopKRouter(nn.Layer):
         else:  # a program has no buffers that are values
             zeros = {"dtype": "float32", "default_initializer": nn.initializer.Constant(0.0)}
             bias = self.create_parameter([num_experts], paddle.ParamAttr(trainable=False), **zeros)
-            bias.stop_gradient = True
             self.add_parameter("correction_bias", bias)
 
     def extra_repr(self) -> str:

@@ -1,15 +1,16 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""ERNIE's and PaddleFleet's operators with one tensor on another device than the others."""
+"""Operators of ERNIE and PaddleFleet, and layers, with one tensor on another device than the others."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import paddle
 import pytest
 
-from paddle_moe_ops import use_backend
+from paddle_moe_ops import route, use_backend
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.compat import (
     gshard,
@@ -21,6 +22,7 @@ from paddle_moe_ops.compat import (
     incubate_routing,
     paddlefleet,
 )
+from paddle_moe_ops.nn import SwiGLUExperts
 from tests.ops.fastdeploy_calls import FASTDEPLOY_CALLS
 from tests.ops.further_calls import OF_PADDLEFLEET
 
@@ -52,7 +54,9 @@ def arguments() -> dict[Any, dict[str, Any]]:
     kept |= dict.fromkeys(("scatter_index_rev", "expert_offset", "expert_nums_local"))
     counts = paddle.full([1], T, "int64")
     product = {"lhs": ones([T, H]), "rhs": ones([T, 3]), "batch_sizes": [2, 3], "trans_lhs": True}
+    layer = functools.partial(SwiGLUExperts(E, H, 2), plan=route(ids[:, :1], num_experts=E), combine=True)
     return {
+        functools.update_wrapper(layer, SwiGLUExperts): {"rows": ones([T, H])},
         incubate_dispatch.moe_gate_dispatch: {**gate, "use_pad": True},
         incubate_dispatch.moe_gate_dispatch_permute: {**gate, "world_size": 1},
         incubate_dispatch.moe_gate_dispatch_partial_nosoftmaxtopk: {**partial, "reverse_token_drop": False},

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from paddle.distributed.fleet.utils import recompute
 
 from paddle_moe_ops import dispatch, masked, moe_permute, moe_unpermute, permute, route, unpermute
+from paddle_moe_ops.gemm import grouped_gemm
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.problems import backward, make_problem, ordinary, products_in_graphs_are, tensor
 from tests.pairwise import pairwise_of
@@ -198,3 +199,19 @@ def test_recompute_of_rows_that_lie_apart_gives_the_same_gradients(rng, place, b
     again = gradients(lambda *inputs: recompute(weighted, *inputs, use_reentrant=False))
     for got, expected in zip(again, gradients(weighted), strict=True):
         assert_bits_equal(got, expected.numpy())
+
+
+@pytest.mark.cpu_only
+def test_mixed_precision_returns_the_gradients_of_matrices(monkeypatch):
+    """On a GPU it casts matrices; a gradient that is asked for is no gradient of a parameter."""
+    monkeypatch.setattr("paddle_moe_ops.gemm.is_on_gpu", lambda _: True)
+    monkeypatch.setattr(paddle.amp, "is_autocast_enabled", lambda: True)
+    monkeypatch.setattr(paddle.amp, "get_autocast_dtype", lambda: "bfloat16")
+    matrices = paddle.create_parameter([2, 4, 3], "float32")
+    matrices.main_grad = paddle.zeros_like(matrices)
+    out = grouped_gemm(paddle.ones([5, 4]), matrices, [2, 3], transpose=False)
+    assert out.dtype == paddle.bfloat16
+    (gradient,) = paddle.grad(out.astype("float32").sum(), [matrices])
+    assert gradient.dtype == paddle.float32
+    assert [each.unique().tolist() for each in gradient] == [[2.0], [3.0]]
+    assert not matrices.main_grad.any()

@@ -216,6 +216,14 @@ def test_bad_arguments_are_named(function, arguments, error, text, place):
         getattr(dispatch, function)(*tensors)
 
 
+@pytest.mark.cpu_only  # data on a device is not read
+@pytest.mark.parametrize("shape", [None, (4, 3), (9,)], ids=["plain", "by token", "by row"])
+def test_bad_data_of_a_map_is_named(shape):
+    probs = None if shape is None else paddle.ones(shape)
+    with pytest.raises(ValueError, match=r"^token_combine: row_id_map must "):
+        dispatch.token_combine(paddle.ones([9, 2]), paddle.full([4, 7], 99, "int32"), merging_probs=probs)
+
+
 @pytest.mark.parametrize("argument", ["routing_map", "probs"])
 @pytest.mark.parametrize("shape", [(3, 2, 5), (1, 6, 5)], ids=["transposed", "of one batch"])
 def test_batches_of_another_shape_are_refused_though_they_have_as_many_tokens(argument, shape, place):

@@ -269,12 +269,13 @@ def test_bad_packed_matrices(error, changes, message, place):
         PACKED.run(place, **changes)
 
 
-def test_more_rows_than_an_expert_has(place, monkeypatch):
+def test_counts_that_no_expert_has(place, monkeypatch):
     if not place.is_cpu_place():
         monkeypatch.setenv("PADDLE_MOE_OPS_VALIDATE", "1")
-    message = "tokens_expert_prefix_sum must be from 0 to the 5 rows of an expert, but got [6, 0, 0]"
-    with raises(ValueError, "moe_expert_ffn", message):
-        PACKED_ROWS.run(place, tokens_expert_prefix_sum=np.array([M + 1, 0, 0]))
+    for counts in ([M + 1, 0, 0], [1, -1, 2]):
+        message = f"tokens_expert_prefix_sum must be from 0 to the 5 rows of an expert, but got {counts}"
+        with raises(ValueError, "moe_expert_ffn", message):
+            PACKED_ROWS.run(place, tokens_expert_prefix_sum=np.array(counts))
 
 
 @pytest.mark.parametrize("call", ["ep_moe_expert_dispatch", "ep_moe_expert_dispatch_fp8"])

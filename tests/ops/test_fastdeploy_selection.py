@@ -46,6 +46,15 @@ def test_topk_select(topk, renormalize, has_bias, num_tokens, rng, place, backen
     assert_weights(got, weights)
 
 
+def test_large_logits_have_weights(rng, place, backend):
+    logits = 400 * eighths(rng, 9, E)
+    got_ids, got = ops.moe_topk_select(tensor(logits, place), None, 3, True, False)
+    ids, weights = oracle.moe_topk_select(logits, None, 3, True)
+    assert np.isfinite(weights).all()
+    assert_bits_equal(got_ids, ids)
+    assert_weights(got, weights)
+
+
 @grid(groups=GROUPS, renormalize=FLAGS, factor=[1.0, 2.5])
 def test_noaux_tc(factor, renormalize, groups, num_tokens, rng, place, backend):
     scores = eighths(rng, num_tokens, E)

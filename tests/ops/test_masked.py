@@ -9,6 +9,8 @@ import paddle
 import pytest
 
 from paddle_moe_ops import masked, reference
+from paddle_moe_ops.backends import Validation
+from paddle_moe_ops.rowmaps import read_chunk_map
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.tolerances import assert_close_sums, dot_chain, dtype_tols
 from tests.ops.masked_model import E, H, T, masks, model_of
@@ -198,6 +200,9 @@ def test_chunk_maps_move_rows_and_probabilities_both_ways(is_forward, dtype, rng
     assert_bits_equal(probs_tensor.grad, d_probs[np.argsort(source)])
     codes = every_kind(rng, (T, H), FLOAT8_DTYPES[0])
     assert_bits_equal(masked.sort_chunks_by_map(tensor(codes, place), chunk_map, None, is_forward), codes[source])
+    maps = read_chunk_map("f", chunk_map, is_forward, Validation.DATA)
+    for each in (maps.row_to_token, maps.row_to_slot):  # kernels of a GPU read the second one
+        assert_bits_equal(each, source.astype(np.int32))
 
 
 @dtypes

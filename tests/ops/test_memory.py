@@ -14,6 +14,7 @@ from paddle.distributed.fleet.utils import recompute
 from paddle_moe_ops import (
     Float8Matrices,
     dequantize_1x128,
+    flush_dw,
     moe_mlp,
     moe_permute,
     moe_unpermute,
@@ -24,6 +25,7 @@ from paddle_moe_ops import (
     unpermute,
     use_backend,
 )
+from paddle_moe_ops.nn._counts import keep_first
 from paddle_moe_ops.testing.routing import uniform
 from tests.ops.problems import tensor
 
@@ -145,6 +147,15 @@ def test_inference_keeps_nothing(ids, place):
     assert allocated_bytes() - before - rows.size * 4 < SLACK
 
 
+def test_a_rank_with_few_experts_frees_the_memory_of_the_others(place):
+    before = allocated_bytes()
+    stacked = [leaf(E * T, place).reshape([E, T, H]).detach() for _ in range(2)]
+    keep_first(stacked[:1], 1)
+    keep_first(stacked[1:], 0)
+    assert [each.shape for each in stacked] == [[1, T, H], [0, T, H]]
+    assert allocated_bytes() - before < TOKEN_BYTES + SLACK
+
+
 INNER = 64
 MATRIX_ELEMENTS = 3 * E * H * INNER
 HIDDEN_BYTES = T * K * 2 * INNER * 4
@@ -175,6 +186,17 @@ def test_float8_experts_that_share_or_recompute_codes_keep_none_of_their_own(opt
     kept = kept_for_backward(leaf(T, place), lambda x: float8_layer(x, **options))
     expected = TOKEN_BYTES + HIDDEN_BYTES * (options.get("keep") != "x")
     assert expected <= kept < expected + SLACK
+
+
+def test_deferred_gradients_of_float8_experts_keep_no_codes(ids, place):
+    plan = route(ids, num_experts=E)
+    shapes = (E, H, 2 * INNER), (E, INNER, H)
+    matrices = [tensor(np.ones(shape, np.float32), place, gradient=True) for shape in shapes]
+    before = allocated_bytes()
+    loss = moe_mlp(leaf(T, place), plan, None, *matrices, compute="fp8_1x128", defer_dw=True).sum()
+    loss.backward()
+    assert allocated_bytes() - before < 3 * TOKEN_BYTES + 2 * HIDDEN_BYTES < 3 * TOKEN_BYTES + MATRIX_ELEMENTS
+    flush_dw()
 
 
 def test_recomputed_float8_experts_keep_their_tokens_alone(float8_layer, place):

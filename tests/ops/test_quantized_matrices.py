@@ -271,6 +271,11 @@ BAD_CALLS = {
         TypeError,
         f"moe_mlp: gate_up must be {MATRICES}, but got float",
     ),
+    "no second matrices": (
+        lambda a: {"gate_up": paddle.ones([len(a["down"].codes), a["x"].shape[1], 2]), "down": 3.0},
+        TypeError,
+        f"moe_mlp: down must be {MATRICES}, but got float",
+    ),
     "one of two": (
         lambda a: {"down": a["down"].codes},
         TypeError,

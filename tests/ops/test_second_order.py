@@ -139,7 +139,8 @@ def paddle_cases(place: Any, problem: Problem) -> dict[str, Case]:
         return outputs[0], outputs[2]
 
     def maps_only(x: paddle.Tensor, probs: paddle.Tensor) -> Tensors:
-        return (moe_permute(x, None, ids, probs, SHAPE.E, None, SHAPE.A, do_gather=False)[2],)
+        outputs = moe_permute(x, None, ids, probs, SHAPE.E, None, SHAPE.A, do_gather=False)
+        return outputs[0], outputs[2]
 
     def unpermuted(weighted: bool, compat: str | None = None) -> Call:
         def call(y: paddle.Tensor, probs: paddle.Tensor) -> Tensors:
@@ -156,7 +157,9 @@ def paddle_cases(place: Any, problem: Problem) -> dict[str, Case]:
 
     return {
         "moe_permute": Case((problem.x, problem.probs), permuted, lambda x, p: (from_tokens @ x, row_probs(p))),
-        "moe_permute-maps-only": Case((problem.x, problem.probs), maps_only, lambda x, p: (row_probs(p),)),
+        "moe_permute-maps-only": Case(
+            (problem.x, problem.probs), maps_only, lambda x, p: ((from_tokens @ x)[:0], row_probs(p))
+        ),
         "moe_unpermute": Case((rows, plan.row_probs), unpermuted(False), lambda y, p: (from_tokens.T @ y, by_slot(p))),
         "moe_unpermute-compat": Case(
             (rows, plan.row_probs), unpermuted(False, "paddle"), lambda y, p: (from_tokens.T @ y, by_slot(p))

@@ -298,6 +298,7 @@ def test_there_may_be_nothing_to_compare_with(bench_run, monkeypatch):
 BAD_ARGUMENTS = {
     ("--tokens", "0"): "positive integers, but got '0'",
     ("--tokens", "512", "1e3"): "positive integers, but got '1e3'",
+    ("--tokens", "²"): "positive integers, but got '²'",
     ("--model", "dsv4"): f"{bench.NAMES}, but got 'dsv4'",
     ("--model", "dsv3", "8,2"): f"{bench.NAMES}, but got '8,2'",
     ("--model", "8,0,1"): f"{bench.NAMES}, but got '8,0,1'",
@@ -325,6 +326,15 @@ def test_a_bad_argument_is_named_in_one_line(arguments, capsys):
     printed = capsys.readouterr()
     assert (status, printed.out, printed.err.count("\n")) == (2, "", 1)
     assert printed.err.startswith(f"bench: {arguments[0]} must be {BAD_ARGUMENTS[arguments]}")
+
+
+def test_the_first_line_of_an_error_of_paddle_is_the_reason(capsys, monkeypatch):
+    def failing(_):
+        raise RuntimeError("\n\nno such device\n  [Hint: ...]")
+
+    monkeypatch.setattr(paddle, "set_device", failing)
+    assert main(["bench", "--device", "gpu:9"]) == 2
+    assert capsys.readouterr().err.endswith("but got 'gpu:9' (no such device)\n")
 
 
 @pytest.mark.parametrize("text", ["[]", '{"format": "paddle_moe_ops bench 0"}'])

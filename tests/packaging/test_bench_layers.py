@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import signal
@@ -12,7 +13,9 @@ import sys
 import time
 
 import paddle
+import paddle.nn.functional as F
 import pytest
+from paddle.distributed.communication.group import Group
 
 import paddle_moe_ops as ops
 from paddle_moe_ops import bench
@@ -104,10 +107,12 @@ def test_a_wrong_gradient_is_named(run, times, monkeypatch):
 
 
 def test_fused_operators_of_paddle_count_where_they_run(run, times, monkeypatch):
-    def fused(self):
-        return self.plain(self.x)
+    def fused(x, router, gate_up, down, moe_topk=2):
+        probs, ids = paddle.topk(F.softmax(x[0] @ router), moe_topk)
+        plan = ops.route(ids, probs, num_experts=len(down))
+        return ops.moe_mlp(x[0], plan, probs / probs.sum(-1, keepdim=True), gate_up, down).unsqueeze(0)
 
-    monkeypatch.setattr(layer_calls.LayerProblem, "fused_moe", fused)
+    monkeypatch.setattr(paddle.incubate.nn.functional, "fused_moe", fused, raising=False)
     _, lines, rows = run()
     assert [row["beside"] for row in rows if row["operation"] == "MoELayer"] == [layer_calls.FUSED] * 2
     assert all("2.00*" in line for line in lines if line.startswith("MoELayer  "))
@@ -137,6 +142,13 @@ def test_the_plain_decoder_computes_the_same():
         out = layer_calls.as_plain(model)(tokens)
     assert not model.moe_layers
     assert paddle.allclose(out, expected, rtol=1e-4, atol=1e-5).item()
+
+
+def test_a_decoder_has_layers_of_its_group_and_format():
+    this, config = Group(0, -1, [0]), layer_calls.DECODER
+    assert [each.parallel.group for each in Decoder(config, this).moe_layers] == [this] * 3
+    float8 = Decoder(dataclasses.replace(config, compute="fp8_1x128"))
+    assert [each.config.compute for each in float8.moe_layers] == ["fp8_1x128"] * 3
 
 
 def test_a_plain_block_has_parameters_of_its_own():
@@ -178,6 +190,23 @@ def test_a_layer_needs_at_most_the_memory_that_is_announced(tokens):
         assert operation.problem(operation.others[-1]) == ""
     taken = core.host_memory_stat_peak_value("Allocated", 0) - before
     assert 0.4 <= taken / running.layer_memory_needed(model, tokens) <= 1.05
+
+
+def test_experts_without_tokens_have_gradients_of_zero():
+    problem = layer_calls.LayerProblem(Model("x", 8, 2 * MANY + 1, 2, 4), MANY, on_cpu=True)
+    assert 0 in problem.counts
+    for operation in layer_calls.layer_operations(problem):
+        assert operation.problem(operation.ours) == operation.problem(operation.others[-1]) == ""
+
+
+def test_a_run_that_is_stopped_before_its_first_row_has_written_a_file(run, monkeypatch):
+    def stopped(*_):
+        raise measure.Stopped(signal.SIGTERM)
+
+    monkeypatch.setattr(running, "_measure", stopped)
+    status, lines, rows = run()
+    assert (status, rows) == (128 + signal.SIGTERM, [])
+    assert "stopped after 0 lines" in lines
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])

@@ -104,7 +104,8 @@ def dense_with_scale(h, probs, ids, experts, **_):
 
 def moe_with_list_of_counts(h, probs, ids, experts, **_):
     counts = with_graph(sizes_of_ids(ids), h)
-    rows, rowmap, row_probs, _ = moe_permute(h, None, ids, probs, E, [counts[e] for e in range(E)], 1)
+    of_each = [counts[e].astype("int64" if e % 2 else "int32") for e in range(E)]
+    rows, rowmap, row_probs, _ = moe_permute(h, None, ids, probs, E, of_each, 1)
     rows = expert_rows(rows, experts, experts_of_rows(rows, counts))
     out, _ = moe_unpermute(rows, rowmap, ids, row_probs, T, E, using_weighted_combine=True)
     return out

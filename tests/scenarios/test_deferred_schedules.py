@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import paddle
@@ -15,6 +16,7 @@ from paddle.static import InputSpec
 
 from paddle_moe_ops import Plan, discard_dw, flush_dw, moe_mlp, quantize_experts, route, use_backend
 from paddle_moe_ops.expert_parallel import ClipGradByGlobalNorm, GradScaler, average_gradients
+from paddle_moe_ops.expert_parallel.fleet_optimizers import FleetOptimizer
 from paddle_moe_ops.nn import MoELayer, SwiGLUExperts
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
@@ -187,6 +189,8 @@ def test_steps_before_the_flush_raise():
         expected = rf"^{name.strip()}: gradients of \d backward passes with defer_dw are still .* call flush_dw\(\)"
         with pytest.raises(RuntimeError, match=expected):
             call()
+    with pytest.raises(RuntimeError, match=r"^distributed_optimizer: gradients of 1 backward passes with defer_dw"):
+        FleetOptimizer._hybrid_sync_grad(SimpleNamespace(), layer.parameters())
     assert (layer.experts.down.numpy() == before).all()
     average_gradients(other.parameters())  # which wait for nothing
     for each in optimizers(other.parameters()):

@@ -277,6 +277,9 @@ def test_an_attached_loss_has_the_scale_of_the_scaler_at_the_backward_pass():
     plain(batch(33)).sum().backward()
     for name, each in gradients(plain).items():
         np.testing.assert_array_equal(8.0 * each, gradients(scaled)[name], err_msg=name)
+    loss = paddle.to_tensor(3.0, "float64", stop_gradient=False)
+    attach_loss(paddle.ones([3]), loss, scaler).sum().backward()
+    assert (loss.grad.dtype, float(loss.grad)) == (paddle.float64, 8.0)
 
 
 def test_the_output_is_in_the_memory_of_the_input_and_without_gradients_nothing_happens():

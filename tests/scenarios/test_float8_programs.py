@@ -13,7 +13,7 @@ import paddle.nn.functional as F
 import pytest
 from paddle.distributed.fleet.utils import recompute
 
-from paddle_moe_ops import Float8Matrices, moe_mlp, route
+from paddle_moe_ops import Float8Matrices, moe_mlp, route, use_backend
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.nn import MoELayer, set_is_first_microbatch
 from paddle_moe_ops.testing.equality import assert_bits_equal
@@ -256,3 +256,15 @@ def test_the_argument_changes_nothing_without_float8():
     due = layer(x).numpy()
     for first in (None, True, False):
         assert_bits_equal(layer(x, is_first_microbatch=first), due, what=str(first))
+
+
+def test_backends_share_a_cache_in_turn_where_nothing_is_compared_on_the_host(monkeypatch):
+    monkeypatch.setenv("PADDLE_MOE_OPS_VALIDATE", "0")
+    kept, x = Float8Matrices(), paddle.randn([T, H])
+    plan = route(paddle.arange(T * K).reshape([T, K]) % E, num_experts=E)
+    matrices, outs = (paddle.randn([E, H, 2 * INNER]), paddle.randn([E, INNER, H])), []
+    for backend in ("compiled", "reference", "compiled", "reference"):
+        with use_backend(backend):
+            outs += [moe_mlp(x, plan, None, *matrices, compute=FLOAT8, float8_matrices=kept) for _ in range(2)]
+    for out in outs:
+        np.testing.assert_allclose(out, outs[0], rtol=1e-3, atol=1e-3 * float(outs[0].abs().max()))

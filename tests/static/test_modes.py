@@ -13,7 +13,7 @@ import paddle
 import pytest
 from paddle import nn
 
-from paddle_moe_ops import moe_mlp, permute, quantize_experts, route, unpermute
+from paddle_moe_ops import moe_mlp, permute, quantize_experts, quantized_experts, route, unpermute
 from paddle_moe_ops.gemm import grouped_gemm
 from paddle_moe_ops.nn import MoELayer
 from paddle_moe_ops.testing.equality import assert_bits_equal
@@ -107,6 +107,11 @@ MIXED = {
     "plan of rows": ("permute", "plan.slot_to_row", lambda a, b: permute(a.x, b.plan)),
     "plan of sums": ("unpermute", "plan.slot_to_row", lambda a, b: unpermute(a.x, b.plan)),
     "rows": ("permute", "x", lambda a, b: permute(b.x, a.plan)),
+    "further tensors": (
+        "quantized_experts",
+        "tensors[1]",
+        lambda a, b: quantized_experts(a.x, a.plan, len, len, a.x, b.x),
+    ),
     "list": ("grouped_gemm", "W[1]", lambda a, b: grouped_gemm(a.x, [a.first, b.first], [1, 2], transpose=False)),
 }
 OF_DYGRAPH = {

@@ -137,13 +137,14 @@ AREAS = {
         (
             "tests/ops/test_nn*.py",
             *_tests("ops", "activations", "dropped_slots", "every_argument", "float8_hidden", "float8_mlp"),
-            *_tests("ops", "python_calls", "sharded_experts", "side_by_side"),
+            *_tests("ops", "memory", "python_calls", "sharded_experts", "side_by_side"),
             *_tests("distributed", "expert_load", "expert_parallel_errors", "expert_parallel_layer"),
-            *_tests("distributed", "kept_matrices", "own_transports", "parameters_side_by_side"),
+            *_tests("distributed", "devices_of_arguments", "kept_matrices", "own_transports"),
+            *_tests("distributed", "parameters_side_by_side"),
             *_tests("static", "expert_programs", "to_static"),
             *_tests("scenarios", "accumulating_layers", "float8_graphs", "float8_hidden_programs", "float8_programs"),
             *_tests("scenarios", "layer_programs", "layer_training", "messages", "recompute_of_nothing", "training"),
-            *_tests("scenarios", "expert_load", "kept_matrices", "quantized_layers"),
+            *_tests("scenarios", "deferred_weight_gradients", "expert_load", "kept_matrices", "quantized_layers"),
         ),
     ),
     "patch": Area(
@@ -168,6 +169,7 @@ AREAS = {
         (
             *("tests/ops/test_fastdeploy_*.py", "tests/ops/test_every_argument.py"),
             *("tests/scenarios/test_fastdeploy_calls.py", "tests/static/test_fastdeploy_programs.py"),
+            *_tests("distributed", "devices_of_arguments"),
         ),
     ),
     "paddlefleet": Area(
@@ -204,7 +206,8 @@ AREAS = {
             *_tests("ops", "memory"),
             *_tests("ops", "bad_arguments", "side_by_side", "amp_recompute", "explain_layer"),
             *_tests("static", "expert_programs", "float8_programs"),
-            *_tests("scenarios", "float8_wgrads", "messages"),
+            *_tests("scenarios", "deferred_in_training", "deferred_weight_gradients", "float8_wgrads", "messages"),
+            *_tests("distributed", "deferred_gradients"),
         ),
     ),
     "float8_layer": Area(
@@ -307,7 +310,7 @@ AREAS = {
     "fleet_optimizers": _ranks(
         ("fleet_optimizers", "loss_scaling"),
         ("fleet", "fleet_programs", "grad_scaler", "ranks_that_do_not_come"),
-        _tests("scenarios", "deferred_in_training"),
+        (*_tests("ops", "sharded_experts"), *_tests("scenarios", "deferred_in_training", "deferred_schedules")),
         runs_slow=True,
     ),
     "states": _ranks(

@@ -254,12 +254,12 @@ def commit_of(tree: Path) -> str:
 
 
 def results_in(paths: Sequence[Path]) -> list[Result]:
-    """Returns the latest result of each mutant, the oldest first."""
-    found: dict[tuple[str, str, str], Result] = {}
+    """Returns the latest result of each mutant in each area, the oldest first."""
+    found: dict[tuple[str, str, str, str], Result] = {}
     for path in paths:
         for line in path.read_text().splitlines():
             result = Result(**json.loads(line))
-            key = (result.path, result.kind, result.difference)
+            key = (result.area, result.path, result.kind, result.difference)
             found.pop(key, None)
             found[key] = result
     return list(found.values())
