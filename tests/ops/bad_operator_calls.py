@@ -347,7 +347,13 @@ BAD_CALLS = [
     bad("dequantize_matrices", wrong_shape("codes", "[any, any, any]", [S, H]), codes=int8(S, H)),
     bad("dequantize_matrices", wrong_dtype("codes", "float8_e4m3fn", "float32"), codes=zeros(E, S, H), format=3),
     bad("dequantize_matrices", wrong_shape("codes", f"[{E}, {H}, {S}]", [E, S, H]), transpose=True),
-    bad("dequantize_matrices", wrong_shape("codes", f"[{E}, {-(-S // 2)}, {H + 1}]", [E, S, H]), format=1, outer=H + 1),
+    bad("dequantize_matrices", wrong_dtype("codes", "uint8", "int8"), format=1),
+    bad(
+        "dequantize_matrices",
+        wrong_shape("codes", f"[{E}, 16, {H}]", [E, S, H]),
+        codes=zeros(E, S, H, dtype=np.uint8),
+        format=1,
+    ),
     bad("dequantize_matrices", "values must be float32, float16 or bfloat16", dtype=paddle.float64.value),
     *(
         fault
