@@ -15,11 +15,11 @@ import paddle
 import pytest
 from paddle.nn.quant import weight_quantize
 
-from paddle_moe_ops import dequantize_1x128, patched_paddle
+from paddle_moe_ops import QuantizedMatrices, dequantize_1x128, moe_mlp, patched_paddle, quantize_experts, route
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.compat import fastdeploy as ops
 from paddle_moe_ops.reference import fastdeploy as oracle
-from paddle_moe_ops.reference import fastdeploy_quantization
+from paddle_moe_ops.reference import fastdeploy_quantization, pack_int4
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from paddle_moe_ops.testing.tolerances import assert_close_float8
 from tests.ops.problems import tensor
@@ -302,6 +302,21 @@ def test_matrices_of_weight_quantize_give_the_bits_of_dequantised_ones(algo, lay
     assert_bits_equal(got, layer.ffn(rows, ends, weights=plain))
     errors = np.abs(to_numpy(got).astype(np.float32) - to_numpy(layer.ffn(rows, ends)).astype(np.float32))
     assert 0 < errors.mean() < (0.02 if bits == 8 else 0.3)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_matrices_of_weight_quantize_serve_in_a_layer_of_this_package(format, layer, rng):
+    algo, made = f"weight_only_{format}", []
+    for matrices in (layer.up_gate, layer.down):
+        quantised = [weight_quantize(tensor(each, paddle.CPUPlace()), algo, arch=80) for each in matrices]
+        codes = ops.from_weight_quantize(paddle.stack([each for each, _ in quantised]), algo).numpy()
+        scales = paddle.stack([each for _, each in quantised]).astype("float32")
+        stored = pack_int4(codes) if format == "int4" else codes
+        made.append(QuantizedMatrices(layer.on_device(stored), layer.on_device(scales.numpy()), format))
+    x, plan = layer.on_device(numbers(rng, T, H)), route(layer.on_device(rng.integers(0, E, (T, 1))), num_experts=E)
+    matrices = (layer.on_device(each) for each in (layer.up_gate, layer.down))
+    due = quantize_experts(*matrices, format=format)
+    assert_bits_equal(moe_mlp(x, plan, None, *made), moe_mlp(x, plan, None, *due))
 
 
 def test_tokens_that_all_have_their_experts_elsewhere(layer, rng):
