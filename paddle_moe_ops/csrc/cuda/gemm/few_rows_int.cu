@@ -243,19 +243,20 @@ struct Mainloop {
   // Rows 8n to 8n + 7 of X of a part, as operand B of its two MMAs.
   __device__ void load_rows(int part, int n, uint32_t (&b)[4]) const {
     const int lane = threadIdx.x % kWarpSize;
-    const uint32_t first = stages.rows(state.stage) + part / 2 * (kTileRows * 128) + n * 8 * 128;
-    if constexpr (kBits == 8) {  // four neighbours; chunks are swizzled in pairs
+    const uint32_t first = stages.rows(state.stage);
+    const int offset = part / 2 * (kTileRows * 128) + n * 8 * 128;  // a constant of loads
+    if constexpr (kBits == 8) {                                     // four neighbours; chunks are swizzled in pairs
       const int row = lane / 4, quad = lane % 4;
       const uint32_t at = first + row * 128 + (quad / 2 ^ row % 4 * 2) * 16 + quad % 2 * 8;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const uint2 each = ld_shared_v2(at ^ (part % 2 * 64 + i * 32));
+        const uint2 each = ld_shared_v2((at ^ (part % 2 * 64 + i * 32)) + offset);
         b[2 * i] = each.x;
         b[2 * i + 1] = each.y;
       }
     } else {
       const int chunk = lane / 8, row = lane % 8;
-      ldmatrix_x4((first + row * 128 + (chunk ^ row) * 16) ^ part % 2 * 64, b);
+      ldmatrix_x4(((first + row * 128 + (chunk ^ row) * 16) ^ part % 2 * 64) + offset, b);
     }
   }
 
