@@ -135,6 +135,9 @@ def quantized_pair(function: str, gate_up: Any, down: Any, experts: int, hidden:
             mine, due = getattr(each, field), getattr(gate_up, field)
             if mine != due:
                 _checks.bad_value(function, f"down.{field}", f"{due!r}, as that of gate_up", repr(mine))
+        if each.format.startswith("int4") and getattr(each.codes, "dtype", None) == paddle.int8:
+            expected = "uint8, in the order of paddle_moe_ops.reference.pack_int4"
+            _checks.bad_type(function, f"{name}.codes", expected, "int8")
         _checks.tensor(function, f"{name}.codes", each.codes, _dtypes_of_codes(each), [experts, "rows", "columns"])
     if transpose and not gate_up.transpose:
         _checks.bad_value(function, "transpose", "False with quantised matrices that are not transposed", transpose)

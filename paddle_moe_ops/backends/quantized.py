@@ -34,8 +34,9 @@ class QuantizedMatrices(NamedTuple):
 
     Two int4 codes, of -8 to 7 in two's complement, are in one byte, in the order in which tensor cores read them:
     byte j of 32 inputs has the code of input ``16 * (j % 2) + j // 2`` in the low half, and of the input 8 further in
-    the high half. `paddle_moe_ops.reference.pack_int4` packs int8 codes [E, D, N] in NumPy. Float8 codes may be bytes,
-    uint8 or int8, too: `paddle.load` returns float8 tensors as int8.
+    the high half. `paddle_moe_ops.reference.pack_int4` packs int8 codes [E, D, N] in NumPy. Bytes with the codes of two
+    neighbouring inputs have the same shape if D is a multiple of 32, and other values. Float8 codes may be bytes, uint8
+    or int8, too: `paddle.load` returns float8 tensors as int8.
 
     Attributes:
         codes: see the table. With ``transpose`` the last two dimensions are swapped, in codes and in scales.

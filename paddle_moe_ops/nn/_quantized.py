@@ -41,19 +41,21 @@ class StateOfOneFormat(nn.Layer):
 
 
 def _check_format(experts: Any, state: Mapping[str, Any], prefix: str) -> None:
-    for matrix in _MATRICES:
+    for matrix, inputs in zip(_MATRICES, (experts.hidden_size, experts.intermediate_size), strict=True):
         key = f"{prefix}{matrix}"
         codes, scales = state.get(f"{key}_codes"), state.get(f"{key}_scales")
         if codes is None or scales is None:
             continue
-        given = _format_of(str(codes.dtype), len(scales.shape))
+        given = _format_of(str(codes.dtype), codes.shape[-1], len(scales.shape), inputs)
         if given != experts.matrix_format:
             _checks.bad_value("set_state_dict", key, f"of the layer's format, {experts.matrix_format}", given)
 
 
-def _format_of(dtype: str, dimensions: int) -> str:
-    """The format of a layer's codes, by their dtype and the dimensions of their scales."""
-    is_packed = dtype.endswith("uint8")
+def _format_of(dtype: str, columns: int, dimensions: int, inputs: int) -> str:
+    """The format of transposed codes, by their dtype and columns and by the dimensions of their scales."""
+    if not dtype.endswith("uint8") and columns != inputs:
+        return f"{dtype.removeprefix('paddle.')} codes of int4 in the order of inputs; quantise the matrices again"
+    is_packed = dtype.endswith("uint8") and (columns != inputs or inputs == 16)  # two codes to a byte
     if dimensions == 2:
         return "int4" if is_packed else "int8"
     return "int4_1x128" if is_packed else FLOAT8_FORMAT

@@ -93,11 +93,18 @@ def pack_int4(codes: NDArray) -> NDArray:
 
     Byte j of 32 inputs has the code of input 16 * (j % 2) + j // 2 in the low half, and of the input 8 further in the
     high half. Codes after the last input are 0.
+
+    Args:
+        codes: [E, D, N] of integers from -8 to 7.
     """
+    if not np.issubdtype(codes.dtype, np.integer):
+        raise TypeError(f"pack_int4: codes must be of integers, but got {codes.dtype}")
+    if codes.size and not -8 <= codes.min() <= codes.max() <= 7:
+        raise ValueError(f"pack_int4: codes must be from -8 to 7, but got {codes.min()} to {codes.max()}")
     experts, inner, outer = codes.shape
     blocks = -(-inner // 32)
     filled = np.zeros((experts, blocks * 32, outer), np.uint8)
-    filled[:, :inner] = codes.view(np.uint8) & 15
+    filled[:, :inner] = codes.astype(np.int8).view(np.uint8) & 15
     groups, halves = 2, 2
     halved = filled.reshape(experts, blocks, groups, halves, 8, outer)
     packed = halved[:, :, :, 0] | halved[:, :, :, 1] << 4
@@ -107,6 +114,6 @@ def pack_int4(codes: NDArray) -> NDArray:
 def unpack_int4(packed: NDArray) -> NDArray:
     """The codes of `pack_int4`: int8 [E, 2 * rows, N]."""
     experts, rows, outer = packed.shape
-    blocks = packed.reshape(experts, rows // 16, 8, 2, outer).swapaxes(2, 3)
+    blocks = packed.view(np.uint8).reshape(experts, rows // 16, 8, 2, outer).swapaxes(2, 3)
     halves = np.stack([blocks & 15, blocks >> 4], axis=3).astype(np.int8)
     return (halves - (halves & 8) * 2).reshape(experts, 2 * rows, outer)

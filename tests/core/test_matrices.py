@@ -23,7 +23,17 @@ BY_DTYPE = pytest.mark.parametrize(
 )
 BY_FORMAT = pytest.mark.parametrize("format", reference.MATRIX_FORMATS)
 BY_LAYOUT = pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
-SHAPES = [(0, 3, 5), (2, 0, 5), (2, 3, 0), (1, 1, 1), (2, 128, 256), (3, 130, 272), (2, 7, 300), (40, 129, 16)]
+SHAPES = [
+    (0, 3, 5),
+    (2, 0, 5),
+    (2, 3, 0),
+    (1, 1, 1),
+    (2, 128, 256),
+    (3, 130, 272),
+    (2, 7, 300),
+    (2, 40, 24),
+    (40, 129, 16),
+]
 FORMS = {"as is": (True, False), "transposed": (False, True), "both": (True, True)}
 
 
@@ -85,6 +95,13 @@ def test_int4_codes_survive_packing(rng: np.random.Generator) -> None:
         unpacked = reference.unpack_int4(packed)
         np.testing.assert_array_equal(unpacked[:, :inner], codes)
         assert not unpacked[:, inner:].any()
+
+
+def test_codes_that_do_not_fit_int4_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^pack_int4: codes must be from -8 to 7, but got 0 to 15$"):
+        reference.pack_int4(np.arange(16).reshape(1, 16, 1))
+    with pytest.raises(TypeError, match=r"^pack_int4: codes must be of integers, but got float32$"):
+        reference.pack_int4(np.zeros((1, 16, 1), np.float32))
 
 
 def test_a_byte_has_the_codes_of_an_input_and_of_the_one_8_further() -> None:

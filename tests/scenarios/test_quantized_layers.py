@@ -313,13 +313,23 @@ def test_a_state_of_another_format_is_refused(due, given):
     assert before == [to_numpy(each).tobytes() for each in layer.state_dict().values()]
 
 
-def test_int4_codes_in_the_order_of_inputs_are_refused():
-    """States of earlier versions hold them, as int8."""
+@pytest.mark.parametrize("given", ["int4", "int4_1x128"])
+@pytest.mark.parametrize("due", FORMATS)
+def test_int4_codes_in_the_order_of_inputs_are_refused(due, given):
+    """States of earlier versions hold them, as int8 of half as many columns as there are inputs."""
+    layer, state = new_layer().quantize_experts(due), new_layer().quantize_experts(given).state_dict()
+    for name, inputs in (("gate_up", H), ("down", INNER)):
+        key = f"experts.{name}_codes"
+        state[key] = state[key].view("int8")[:, :, : -(-inputs // 2)]
+    text = rf"experts\.gate_up must be of the layer's format, {due}, but got int8 codes of int4 in the order of inputs"
+    with pytest.raises(ValueError, match=text):
+        layer.set_state_dict(state)
+
+
+def test_a_model_around_a_layer_refuses_codes_of_another_dtype():
     layer = new_layer().quantize_experts("int4")
     state = layer.state_dict()
     state["experts.gate_up_codes"] = state["experts.gate_up_codes"].view("int8")
-    with pytest.raises(ValueError, match=r"experts\.gate_up must be of the layer's format, int4, but got int8"):
-        layer.set_state_dict(state)
     outer = paddle.nn.Sequential(layer)
     with pytest.raises(Exception, match="dtype"):
         outer.set_state_dict({f"0.{name}": each for name, each in state.items()})

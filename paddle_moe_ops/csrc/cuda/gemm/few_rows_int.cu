@@ -4,13 +4,14 @@
 // Grouped GEMM for experts with few rows and matrices of integer codes, sm_90a: the GEMM of few_rows.cu on the values of the matrix,
 // code * scale rounded to the dtype of x, with the same bits. Values exist in registers only.
 //
-//   matrix  int8 codes [E, N, K], or int4 codes [E, N, K / 2] (pmo/matrices.h); scales float32 [E, N], or [E, N, ceil(K / 128)]
+//   matrix  int8 codes [E, N, K], or int4 codes uint8 [E, N, K / 2] (pmo/matrices.h); scales float32 [E, N], or
+//           [E, N, ceil(K / 128)]
 //   plain   out [M, width] = weights[r] * Y
 //   gated   out [M, n] = silu(gate) * up of the halves of Y
 //
-// Tiles, prologue and overlap: few_rows.cuh; three shapes of CTAs by the mean of rows of an expert (Shape). Up to 8: 16 rows and 128 columns
-// of W, with two (int8) or four CTAs per SM: one converts codes while another waits. Then 64 or 96 rows and 256 columns, so that fewer CTAs
-// read the same rows and convert the same codes. Warp-specialised, a pipeline of stages of 128 along K:
+// Tiles, prologue and overlap: few_rows.cuh; three shapes of CTAs by the mean of rows of an expert (Shape). Up to 8: 16 rows and 128
+// columns of W, with two (int8) or four CTAs per SM: one converts codes while another waits. Then 64 or 96 rows and 256 columns, so
+// that fewer CTAs read the same rows and convert the same codes. Warp-specialised, a pipeline of stages of 128 along K:
 //   4 to 16 warps  consumers: codes from shared memory to values in the registers of operand A, MMAs with the tile's rows rounded up to
 //     8 or a multiple of 16, epilogue. A set of 16 columns of W is 8 gates and their ups with SwiGLU, so that a lane has both. A warp
 //     has one set, or two of int4 codes in tiles of 16 rows: they share loads of X.
@@ -19,11 +20,11 @@
 //
 // MMAs: few rows take mma.sync, so that a warp waits for no other; more rows wgmma, which reads X once for 64 columns.
 //
-// Order of K: int4 codes are stored in the order in which lanes take them. int8 codes are in order, and the sum of an MMA does not depend
-// on the order of its 16 elements: with mma.sync a lane takes four neighbouring codes and the four elements of X beside them.
+// Order of K: int4 codes are stored in the order in which lanes take them. int8 codes are in order, and the sum of an MMA does not
+// depend on the order of its 16 elements: with mma.sync a lane takes four neighbouring codes and the same four elements of X.
 //
-// Work: 2 M K N FLOPs, and 5 (int8) or 4.5 (int4) instructions for four values, 2 more if their scale is large, and 17 or 16 if T can't
-// represent it (Scale). Bytes: the codes of experts that have rows once from memory; X once per column tile, from the L2.
+// Work: 2 M K N FLOPs, and 5 (int8) or 4.5 (int4) instructions for four values, 2 more if their scale is large, and about 17 if T
+// can't represent it (Scale). Bytes: the codes of experts that have rows once from memory; X once per column tile, from the L2.
 #include "common/matrix_layout.h"
 #include "cuda/gemm/few_rows.cuh"
 #include "cuda/gemm/int_codes.cuh"
@@ -159,7 +160,7 @@ struct Mainloop {
   static constexpr int kParts = kIntTileK / 32;  // of a stage
   static constexpr int kPartsOfLoad = 8 / kBits;
 
-  // What a load yields: words of both halves of 16 of K, and of the next 16 (int8), or of 32 of K, and of the next 32 (int4).
+  // Codes of one ldmatrix: words of both halves of 16 of K, and of the next 16 (int8), or of 32 of K, and of the next 32 (int4).
   using Codes = uint32_t[4];
 
   // Operand A of a part: in 16 of K, then in the others.
@@ -167,7 +168,7 @@ struct Mainloop {
     uint32_t a[2][4];
   };
 
-  // That of all scales of the warp.
+  // Arithmetic that suits all scales of the warp.
   __device__ static Arithmetic arithmetic_of(const Scales& scale) {
     bool is_plain = true, is_packed = true;
 #pragma unroll
@@ -260,7 +261,7 @@ struct Mainloop {
     }
   }
 
-  // int8: codes 4 (l % 4) to 4 (l % 4) + 3 of 16. int4: those of the lane.
+  // int8: codes 4 (l % 4) to 4 (l % 4) + 3 of 16. int4: the lane's eight codes of 32.
   __device__ void load_codes(int set, int part, Codes& codes) const {
     const int lane = threadIdx.x % kWarpSize, row = lane % 8, half = lane / 8 % 2, second = lane / 16;
     const uint32_t first = matrix(set) + half * kToHalf + column(set, row) * kRowBytes<kBits>;
@@ -271,7 +272,7 @@ struct Mainloop {
     }
   }
 
-  // int8: codes 2 (l % 4) and the next one of 16, and those 8 further. int4: those of the lane.
+  // int8: codes 2 (l % 4) and the next one of 16, and those 8 further. int4: the lane's eight codes of 32.
   __device__ void load_in_order(int part, Codes& codes) const {
     if constexpr (kBits == 4) {
       load_codes(0, part, codes);

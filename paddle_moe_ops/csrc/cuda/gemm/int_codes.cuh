@@ -40,8 +40,8 @@ struct Packed<__half> {
   static constexpr int kUnits[2] = {12, 12};
 };
 
-// Packed arithmetic; that of 2^-6 of the values and a product, for scales from 2^-5 (bfloat16) or 2^-8 (float16) on, whose factor would
-// be infinite; or float32, for scales that T can't represent.
+// kPlain: one packed FMA. kReduced: the FMA on 2^-6 of the scale, then a product with 2^6, since factors of scales from 2^-5 (bfloat16)
+// or 2^-8 (float16) on are infinite. kFloat32: scales that T can't represent, or from 2^1 or 2^-2 on.
 enum Arithmetic { kPlain, kReduced, kFloat32 };
 
 // Scale of a matrix column. The unit of a code in linear bits is 1, or 16 if kHigh.
@@ -56,7 +56,8 @@ struct Scale {
 
   Scale() = default;
 
-  // Products with powers of two are exact: none underflows.
+  // Products with powers of two are exact: scales grow by factor and offset, factor is 0 or at least 1, and float16 scales from 2^-8
+  // on are at least 2^-14 after 2^-6.
   __device__ explicit Scale(float given) : value(given) {
     using Of = Packed<T>;
     constexpr int kLargest = Of::kBias + 1 - Of::kUnits[0] - Of::kUnits[1];  // its factor is infinite

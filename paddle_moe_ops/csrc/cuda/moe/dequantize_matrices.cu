@@ -3,8 +3,9 @@
 
 // dequantize_matrices: the values of the codes of expert matrices (pmo/matrices.h), code * scale, rounded once.
 //
-// A warp per stored row, in a grid-stride loop over the rows of all matrices. A lane takes eight neighbouring columns, with 8 bytes of codes,
-// or of transposed int4 codes 16 that four lanes read, or one column where a row is no multiple of eight. Memory-bound: E D N (bytes of a code + itemsize).
+// A warp per stored row, in a grid-stride loop over the rows of all matrices. A lane takes eight neighbouring columns, with 8 bytes of
+// codes, or one column where a row is no multiple of eight. If int4 codes are transposed, four lanes read the same 16 bytes.
+// Memory-bound: E D N (bytes of a code + itemsize).
 #include <cstdint>
 
 #include "common/checks.h"

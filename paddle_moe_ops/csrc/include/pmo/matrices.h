@@ -6,14 +6,16 @@
 // E matrices [D, N] of D inputs and N outputs, or [N, D] transposed. The scale of an element belongs to its format:
 //
 //   INT8            one per output      codes int8 [E, D, N]
-//   INT4            one per output      two codes to a byte along D, [E, 16 * ceil(D / 32), N]
+//   INT4            one per output      two codes to a byte along D, uint8 [E, 16 * ceil(D / 32), N]
 //   INT4_1X128      128 inputs, 1 output
 //   FLOAT8_128X128  128 x 128 elements  codes float8_e4m3fn [E, D, N]
 //
 // Scales are float32 [E, N], [E, ceil(D / 128), N] and [E, ceil(D / 128), ceil(N / 128)], with the last two dimensions swapped in
-// transposed matrices, as are those of the codes. int4 codes are two's complement. Of 32
-// inputs, byte j has the code of input 16 * (j % 2) + j / 2 in the low half, and of the input 8 further in the high half: word q of
-// those 16 bytes has the codes that lane q of four needs for two MMAs. Codes after the last input are not read as values.
+// transposed matrices, as are those of the codes.
+//
+// int4 codes are two's complement. Byte j of 32 inputs has the code of input 16 * (j % 2) + j / 2 in the low half, and of the input 8
+// further in the high half: word q of the 16 bytes has the codes that lane q of four needs for two MMAs. Codes after the last input
+// are ignored.
 #pragma once
 
 #include "pmo/base.h"
