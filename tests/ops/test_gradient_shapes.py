@@ -60,10 +60,10 @@ def all_cases(place: Any) -> dict[str, Case]:
 
 # The number of dimensions of each output, all of which have gradients, by the case's name.
 RANKS: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(["route", "route-mask", "slots_to_rows", "moe_permute-maps-only"], (1,)),
+    **dict.fromkeys(["route", "route-mask", "slots_to_rows"], (1,)),
     **dict.fromkeys(["permute", "permute-zero-probs", "sort_chunks", "rows_to_slots"], (2,)),
     **dict.fromkeys(["unpermute", "unpermute-by-row", "unpermute-by-slot", "calculate_topk"], (2,)),
-    **dict.fromkeys(["moe_permute", "sort_chunks-with-probs"], (2, 1)),
+    **dict.fromkeys(["moe_permute", "moe_permute-maps-only", "sort_chunks-with-probs"], (2, 1)),
     **dict.fromkeys(["moe_unpermute", "moe_unpermute-compat", "calculate_topk-scores"], (2, 2)),
     **dict.fromkeys(["moe_unpermute-weighted", "moe_unpermute-weighted-column"], (2, 2)),
 }
@@ -110,6 +110,8 @@ def test_a_gradient_of_another_shape_raises(name, index, through, place):
         inputs = leaves_of(case, place)
         output = case.call(*inputs)[index]
         shape = change(output.shape)
+        if shape == output.shape or min(shape, default=0) < 0:  # of an output without rows
+            continue
         expected = ", ".join(map(str, output.shape))
         given = ", ".join(map(str, shape))
         message = rf"{function}: the gradient of \w+( \w+)* must be of shape \[{expected}\], but got \[{given}\]"
