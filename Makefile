@@ -47,7 +47,7 @@ help: ## this list
 
 $(VENV)/stamp-deps: pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) --upgrade pip "setuptools>=77"  # that of Python 3.11 resolves at twice the CPU time
+	$(INSTALL) --upgrade pip "setuptools>=77"  # Python 3.11 brings one that takes twice the CPU time to resolve
 	$(PY) -c "import paddle" 2>/dev/null || $(INSTALL) $(PADDLE)
 	$(PY) -c "from setuptools.config.pyprojecttoml import load_file; of = load_file('$<')['project']; \
 	  print(*of['dependencies'], *of['optional-dependencies']['dev'], sep='\n')" > $(VENV)/requirements.txt

@@ -53,9 +53,10 @@ def _check_format(experts: Any, state: Mapping[str, Any], prefix: str) -> None:
 
 def _format_of(dtype: str, columns: int, dimensions: int, inputs: int) -> str:
     """The format of transposed codes, by their dtype and columns and by the dimensions of their scales."""
-    if not dtype.endswith("uint8") and columns != inputs:
+    is_unsigned = dtype.endswith("uint8")
+    if not is_unsigned and columns != inputs:
         return f"{dtype.removeprefix('paddle.')} codes of int4 in the order of inputs; quantise the matrices again"
-    is_packed = dtype.endswith("uint8") and (columns != inputs or inputs == 16)  # two codes to a byte
+    is_packed = is_unsigned and (columns != inputs or inputs == 16)  # two codes to a byte
     if dimensions == 2:
         return "int4" if is_packed else "int8"
     return "int4_1x128" if is_packed else FLOAT8_FORMAT

@@ -85,13 +85,14 @@ void require_codes(const ExpertMatrices::Codes& codes, const char* function, con
   require(format >= PMO_MATRIX_INT8 && format <= PMO_MATRIX_FLOAT8_128X128, function, "the format is unknown");
   require(codes.codes.defined() && codes.scales.defined(), function, "a required tensor is missing");
   require_rank(codes.codes, 3, function, name);
+  const paddle::DataType dtype = codes.codes.dtype();
   if (format != PMO_MATRIX_FLOAT8_128X128) {
     require_dtype(codes.codes, is_int4(format) ? paddle::DataType::UINT8 : paddle::DataType::INT8, function, name);
-  }
+  } else if (dtype != paddle::DataType::INT8 && dtype != paddle::DataType::UINT8) {
 #ifndef PMO_PADDLE_2
-  const bool are_bytes = codes.codes.dtype() == paddle::DataType::INT8 || codes.codes.dtype() == paddle::DataType::UINT8;
-  if (!are_bytes) require_dtype(codes.codes, paddle::DataType::FLOAT8_E4M3FN, function, name);
+    require_dtype(codes.codes, paddle::DataType::FLOAT8_E4M3FN, function, name);
 #endif
+  }
   const MatrixLayout layout(format, codes.inner, codes.outer, codes.transpose);
   const int64_t experts = codes.codes.shape()[0];
   require_shape(codes.codes, {experts, layout.code_rows, layout.code_columns}, function, name);

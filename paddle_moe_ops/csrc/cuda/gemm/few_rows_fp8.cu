@@ -34,7 +34,7 @@ template <int kTileRows>
 constexpr int kStages = kTileRows == kFewRows ? 8 : 5;
 template <int kTileRows>
 constexpr int kWarps = kConsumerWarps + kStages<kTileRows>;
-// Limits registers to 128 where one CTA runs per SM, so that a CTA of the next kernel fits beside it.
+// Limits registers to 128 where one CTA runs per SM, for a CTA of the next kernel on the same SM.
 template <int kTileRows>
 constexpr int kBoundThreads = kTileRows == kFewRows ? 512 : kWarps<kTileRows> * kWarpSize;
 

@@ -113,7 +113,7 @@ struct Mainloop {
   template <int kRows>
   __device__ void run(Accumulators& d, const SwapAbTile& tile) {
     const float* scales[kSets][2];
-    ScaleOf scale[kSets][2];
+    Scales scale;
 #pragma unroll
     for (int set = 0; set < kSets; ++set) {
 #pragma unroll
@@ -246,7 +246,8 @@ struct Mainloop {
     const int lane = threadIdx.x % kWarpSize;
     const uint32_t first = stages.rows(state.stage);
     const int offset = part / 2 * (kTileRows * 128) + n * 8 * 128;  // a constant of loads
-    if constexpr (kBits == 8) {                                     // four neighbours; chunks are swizzled in pairs
+    // int8: four neighbours; chunks are swizzled in pairs.
+    if constexpr (kBits == 8) {
       const int row = lane / 4, quad = lane % 4;
       const uint32_t at = first + row * 128 + (quad / 2 ^ row % 4 * 2) * 16 + quad % 2 * 8;
 #pragma unroll
