@@ -19,6 +19,8 @@ the rank to others.
     layer_forward    dispatch, `moe_mlp` and combine, with gradients to come
     layer            the same with the backward pass
     layer_backward   the difference; its minimum and maximum are bounds
+    ..._float8       the same three with ``compute="fp8_1x128"`` and matrices quantised once
+    ..._float8_payload  with ``payload="fp8_1x128"``, too
 
 With ``--fetched`` the copy, dispatch and combine alone are timed, with several shares of rows that are fetched.
 

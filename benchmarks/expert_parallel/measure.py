@@ -14,7 +14,7 @@ import numpy as np
 import paddle
 
 from benchmarks.spread import time_fields
-from paddle_moe_ops import moe_mlp, permute, route, sort_chunks
+from paddle_moe_ops import Float8Matrices, moe_mlp, permute, route, sort_chunks
 from paddle_moe_ops.backends.arrays import to_tensor
 from paddle_moe_ops.expert_parallel import ExpertParallel, channels, symmetric_buffers
 from paddle_moe_ops.expert_parallel.symmetric_memory import BufferShape, allocate, granularity
@@ -139,11 +139,9 @@ class Rank:
         out = received.tokens
         self.timed("combine", lambda: ep.combine(out, received), self.crossing, **how)
 
-    def float8(self, ep: ExpertParallel) -> None:
+    def float8(self, in_float8: ExpertParallel) -> None:
         """Dispatch of tokens that are float8 on the way."""
         how = {"transport": "peer", "combine": "reduced"}
-        options = {**how, "payload": "fp8_1x128", "tokens_per_rank": ep.tokens_per_rank}
-        in_float8 = ExpertParallel(ep.num_experts, ep.group, **options)
         scales = -(-self.shape.hidden // 128) * 4
         crossing = self.crossing // (2 * self.shape.hidden) * (self.shape.hidden + scales)
         self.timed("dispatch_float8", lambda: in_float8.dispatch(self.x, self.ids, self.probs), crossing, **how)
@@ -209,8 +207,14 @@ class Rank:
             for what, call in (("dispatch", dispatch), ("combine", combine), ("layer_forward", layer)):
                 self.timed(what, call, self.crossing, **how)
 
-    def layer(self, ep: ExpertParallel) -> None:
-        """Dispatch, experts and combine, with the gradients of all that is trained."""
+    def layer(self, ep: ExpertParallel, kind: str = "", **options: Any) -> None:
+        """Dispatch, experts and combine, with the gradients of all that is trained.
+
+        Args:
+            ep: the exchanges.
+            kind: the end of the results' names.
+            options: of `moe_mlp`.
+        """
         how = {"transport": "peer", "combine": "reduced"}
         trained = self.trained()
         gate_up, down = trained[2:]
@@ -218,33 +222,38 @@ class Rank:
 
         def forward() -> Any:
             got = ep.dispatch(self.x, self.ids, self.probs)
-            return ep.combine(moe_mlp(got.tokens, got.plan, got.probs, gate_up, down, workspace_mb=1024), got)
+            out = moe_mlp(got.tokens, got.plan, got.probs, gate_up, down, workspace_mb=1024, **options)
+            return ep.combine(out, got)
 
         def both() -> None:
             paddle.grad([forward()], trained, [d_out])
 
         flops = self.shape.flops(self.tokens)
-        there = self.timed("layer_forward", forward, 2 * self.crossing, 3, **how)
+        there = self.timed(f"layer_forward{kind}", forward, 2 * self.crossing, 3, **how)
         there["tflops"] = flops / there["us"] / 1e6
-        whole = self.timed("layer", both, 4 * self.crossing, 3, **how)
+        whole = self.timed(f"layer{kind}", both, 4 * self.crossing, 3, **how)
         times = {"us": whole["us"] - there["us"]}
         # Bounds: samples of both are no pairs.
         times |= {"min_us": whole["min_us"] - there["max_us"], "max_us": whole["max_us"] - there["min_us"]}
         tflops = 2 * flops / times["us"] / 1e6
-        self.found.append({"what": "layer_backward", **times, "bytes": 2 * self.crossing, **how, "tflops": tflops})
+        self.found.append({"what": f"layer_backward{kind}", **times, "bytes": 2 * self.crossing, **how, "tflops": tflops})
 
 
 def measure(name: str, tokens: int, samples: int, layers: bool) -> list[dict[str, Any]]:
     """On one rank: all that is timed."""
     rank = Rank(name, tokens, samples)
-    ep = ExpertParallel(rank.shape.experts, rank.group, combine="reduced", tokens_per_rank=tokens, transport="peer")
+    options = {"combine": "reduced", "tokens_per_rank": tokens, "transport": "peer"}
+    ep = ExpertParallel(rank.shape.experts, rank.group, **options)
+    in_float8 = ExpertParallel(rank.shape.experts, rank.group, payload="fp8_1x128", **options)
     rank.copies()
     with paddle.no_grad():
         rank.exchanges(ep)
-        rank.float8(ep)
+        rank.float8(in_float8)
         rank.collectives()
     if layers:
         rank.layer(ep)
+        for kind, exchanges in (("_float8", ep), ("_float8_payload", in_float8)):
+            rank.layer(exchanges, kind, compute="fp8_1x128", float8_matrices=Float8Matrices())
     return rank.found
 
 
