@@ -236,7 +236,8 @@ class Rank:
         # Bounds: samples of both are no pairs.
         times |= {"min_us": whole["min_us"] - there["max_us"], "max_us": whole["max_us"] - there["min_us"]}
         tflops = 2 * flops / times["us"] / 1e6
-        self.found.append({"what": f"layer_backward{kind}", **times, "bytes": 2 * self.crossing, **how, "tflops": tflops})
+        fields = {**times, "bytes": 2 * self.crossing, **how, "tflops": tflops}
+        self.found.append({"what": f"layer_backward{kind}", **fields})
 
 
 def measure(name: str, tokens: int, samples: int, layers: bool) -> list[dict[str, Any]]:
