@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import paddle
 
-from benchmarks.spread import time_fields
+from benchmarks.spread import difference_fields, time_fields
 from paddle_moe_ops import moe_mlp, permute, route, sort_chunks
 from paddle_moe_ops.backends.arrays import to_tensor
 from paddle_moe_ops.expert_parallel import ExpertParallel, channels, symmetric_buffers
@@ -205,9 +205,7 @@ class Rank:
         there = self.timed("layer_forward", forward, 2 * self.crossing, 3, **how)
         there["tflops"] = flops / there["us"] / 1e6
         whole = self.timed("layer", both, 4 * self.crossing, 3, **how)
-        times = {"us": whole["us"] - there["us"]}
-        # Bounds: samples of both are no pairs.
-        times |= {"min_us": whole["min_us"] - there["max_us"], "max_us": whole["max_us"] - there["min_us"]}
+        times = difference_fields(whole, there)
         tflops = 2 * flops / times["us"] / 1e6
         self.found.append({"what": "layer_backward", **times, "bytes": 2 * self.crossing, **how, "tflops": tflops})
 
