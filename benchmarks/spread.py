@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["deviation", "time_fields", "with_deviation"]
+__all__ = ["deviation", "difference_fields", "time_fields", "with_deviation"]
 
 
 def time_fields(
@@ -17,6 +17,16 @@ def time_fields(
     """Median, minimum and maximum of samples, as ``us``, ``min_us`` and ``max_us`` behind a prefix."""
     found = {unit: statistics.median(samples), f"min_{unit}": min(samples), f"max_{unit}": max(samples)}
     return {prefix + name: value if digits is None else round(value, digits) for name, value in found.items()}
+
+
+def difference_fields(whole: Mapping[str, float], part: Mapping[str, float]) -> dict[str, float]:
+    """Time of a whole call without a part of it that was timed apart.
+
+    Returns:
+        ``us``, and bounds as ``min_us`` and ``max_us``: samples of both are no pairs.
+    """
+    bounds = {"us": "us", "min_us": "max_us", "max_us": "min_us"}
+    return {name: whole[name] - part[other] for name, other in bounds.items()}
 
 
 def deviation(line: Mapping[str, Any], prefix: str = "", *, unit: str = "us") -> float | None:

@@ -40,17 +40,16 @@ median time among several. A timeline of processes on a CPU:
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 from tests.distributed import processes
 
-from .measure import FEW_TOKENS, MODELS, SHAPES, TOKENS, measure, measure_few, measure_shares
+from .measure import FEW_TOKENS, measure, measure_few, measure_shares
 from .overlap import TRANSPORTS, overlaps
+from .shapes import MODELS, SHAPES, TOKENS, machine
 from .timeline import timelines
 
 
@@ -75,7 +74,7 @@ def main() -> None:
         parser.error("--backend gloo needs --timeline, or --overlap --transports peer; other times are those of GPUs")
     processes.TIMEOUT_S = arguments.timeout
     os.environ["MALLOC_PERTURB_"] = "0"  # which takes time
-    lines = [machine(arguments.commit, arguments.ranks, arguments.backend)]
+    lines = [machine(arguments.commit, arguments.ranks, gpu=arguments.backend != "gloo")]
     for name in arguments.shapes:
         for tokens in [arguments.tokens] if arguments.few is None else arguments.few or FEW_TOKENS:
             arguments.tokens = tokens
@@ -84,17 +83,6 @@ def main() -> None:
             shape = {"shape": name, "tokens": tokens, **SHAPES[name]._asdict(), "ranks": arguments.ranks}
             lines += [{**shape, **each} for each in of_shape]
         arguments.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def machine(commit: str, ranks: int, backend: str) -> dict[str, Any]:
-    """The first line of a result file."""
-    gpus, driver = ["CPU"] * ranks, "none"
-    if backend != "gloo":
-        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        found = subprocess.run(query, check=True, capture_output=True, text=True).stdout.splitlines()
-        gpus, driver = [each.split(", ")[0] for each in found], found[0].split(", ")[1]
-    date = datetime.date.today().isoformat()
-    return {"machine": True, "gpus": gpus, "driver": driver, "commit": commit, "date": date, "ranks": ranks}
 
 
 def times_of(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:

@@ -6,48 +6,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import paddle
 
-from benchmarks.spread import time_fields
+from benchmarks.spread import difference_fields, time_fields
 from paddle_moe_ops import Float8Matrices, moe_mlp, permute, route, sort_chunks
 from paddle_moe_ops.backends.arrays import to_tensor
 from paddle_moe_ops.expert_parallel import ExpertParallel, channels, symmetric_buffers
 from paddle_moe_ops.expert_parallel.symmetric_memory import BufferShape, allocate, granularity
 
+from .shapes import SHAPES
 from .streams import stream_of
 
-__all__ = ["FEW_TOKENS", "MODELS", "SHAPES", "TOKENS", "Rank", "Shape", "measure", "measure_few", "measure_shares"]
+__all__ = ["FEW_TOKENS", "Rank", "measure", "measure_few", "measure_shares"]
 
-TOKENS, FEW_TOKENS = 8192, (1, 16, 64, 256)
+FEW_TOKENS = 1, 16, 64, 256
 _BLOCK = 1 << 20  # random numbers, again and again in large tensors, which is random enough for a GPU's power
-
-
-class Shape(NamedTuple):
-    """d columns, E experts of inner size n, K experts a token."""
-
-    hidden: int
-    inner: int
-    experts: int
-    topk: int
-
-    def flops(self, tokens: int) -> int:
-        """Floating-point operations of a forward pass's GEMMs."""
-        return 6 * tokens * self.topk * self.hidden * self.inner
-
-
-SHAPES = {
-    "qwen3-30b": Shape(2048, 768, 128, 8),
-    "mixtral": Shape(4096, 14336, 8, 2),
-    "ernie-300b": Shape(8192, 3584, 64, 8),
-    "dsv3": Shape(7168, 2048, 256, 8),
-    "trial": Shape(128, 64, 8, 2),  # to see that a benchmark runs
-}
-MODELS = tuple(name for name in SHAPES if name != "trial")
 
 
 class Rank:
@@ -232,9 +210,7 @@ class Rank:
         there = self.timed(f"layer_forward{kind}", forward, 2 * self.crossing, 3, **how)
         there["tflops"] = flops / there["us"] / 1e6
         whole = self.timed(f"layer{kind}", both, 4 * self.crossing, 3, **how)
-        times = {"us": whole["us"] - there["us"]}
-        # Bounds: samples of both are no pairs.
-        times |= {"min_us": whole["min_us"] - there["max_us"], "max_us": whole["max_us"] - there["min_us"]}
+        times = difference_fields(whole, there)
         tflops = 2 * flops / times["us"] / 1e6
         fields = {**times, "bytes": 2 * self.crossing, **how, "tflops": tflops}
         self.found.append({"what": f"layer_backward{kind}", **fields})

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes expert_parallel_performance.md to build/pages from ``benchmarks/results/*-expert-parallel.jsonl``.
 
+Layers of ``*-expert-parallel-liger.jsonl`` stand beside those of the same GPUs.
 ``*-expert-parallel-few.jsonl`` and ``*-expert-parallel-overlap.jsonl`` become sections each. If there are
 ``*-expert-parallel-timeline.jsonl``, the newest of them becomes a section and a picture.
 
@@ -11,6 +12,7 @@ python3 -m benchmarks.expert_parallel.report
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,8 @@ larger distance of the fastest and the slowest sample from the median, in result
   `sort_chunks`. *all-to-all* is that collective alone, on the bytes of dispatch.
 * The layer is dispatch, `moe_mlp` and combine, forward and backward, in TFLOP/s of the matrix products for each GPU, or
   "-" where only exchanges were measured.
+* *LigerCute here* is the same of the peer's package on the same GPUs, by `python3 -m
+  benchmarks.expert_parallel.liger_cute`, with the faster one of its two forms of kernels.
 * Published: LigerCute (LiG) and DeepEP (DeE) between as many GPUs, read off LigerCute's figures, +-3 TFLOP/s.
 """
 # TFLOP/s a GPU, forward and backward, at 8192 tokens a rank, by the number of ranks.
@@ -49,7 +53,41 @@ PUBLISHED = {
 }
 
 
-def _line(shape: str, found: dict[str, dict[str, Any]]) -> list[str]:
+def _layer(found: dict[str, dict[str, Any]]) -> str:
+    """TFLOP/s of a layer's passes."""
+    passes = [found.get(f"layer_{which}") for which in ("forward", "backward")]
+    return " / ".join("-" if each is None else with_deviation(each["tflops"], deviation(each)) for each in passes)
+
+
+class Peer:
+    """A result file of LigerCute's layers.
+
+    Attributes:
+        machine: its first line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.machine, *self._lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+
+    @property
+    def packages(self) -> str:
+        """Versions and date."""
+        versions = ", ".join(f"{name} {version}" for name, version in self.machine["versions"].items())
+        return f"{versions}, {self.machine['date']}"
+
+    def layer(self, shape: str, tokens: int) -> str:
+        """TFLOP/s of the faster form of its kernels, or "failed" if none of them ran."""
+        forms: dict[str, dict[str, dict[str, Any]]] = {}
+        for line in self._lines:
+            if (line["shape"], line["tokens"]) == (shape, tokens):
+                forms.setdefault(line["kernels"], {})[line.get("what", "failed")] = line
+        ran = [form for form in forms.values() if "layer" in form]
+        if not ran:
+            return "failed" if forms else "-"
+        return _layer(min(ran, key=lambda form: form["layer"]["us"]))
+
+
+def _line(shape: str, found: dict[str, dict[str, Any]], peer: Peer | None) -> list[str]:
     def us(what: str) -> str:
         return with_deviation(found[what]["us"], deviation(found[what]))
 
@@ -61,26 +99,33 @@ def _line(shape: str, found: dict[str, dict[str, Any]]) -> list[str]:
     cells += [share("combine"), us("alltoall_single")]
     faster = found["rows_alltoall"]["us"] / found["dispatch"]["us"]
     cells += [us("rows_alltoall"), f"{faster:.1f}"]
-    layers = [found.get(f"layer_{which}") for which in ("forward", "backward")]
-    layer = " / ".join("-" if each is None else with_deviation(each["tflops"], deviation(each)) for each in layers)
     published = PUBLISHED.get(found["p2p_copy"]["ranks"], {})
-    return [*cells, layer, published.get(shape, "-")]
+    here = peer.layer(shape, found["p2p_copy"]["tokens"]) if peer else "-"
+    return [*cells, _layer(found), here, published.get(shape, "-")]
 
 
-def page(paths: list[Path]) -> str:
-    """The text of the page."""
+def page(paths: list[Path], peers: Sequence[Path] = ()) -> str:
+    """The text of the page.
+
+    Args:
+        paths: of our results.
+        peers: results of LigerCute, for tables of the same GPUs.
+    """
     text = INTRODUCTION
+    peer_of = {tuple(each.machine["gpus"]): each for each in map(Peer, peers)}
     for path in paths:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         machine, rest = lines[0], lines[1:]
         shapes = list(dict.fromkeys(line["shape"] for line in rest))
         text += f"\n## {len(machine['gpus'])} x {machine['gpus'][0]}\n\nCommit {machine['commit']}, {machine['date']}, "
-        text += f"driver {machine['driver']}. Microseconds; in parentheses the share of the copy's speed.\n\n"
+        text += f"driver {machine['driver']}. Microseconds; in parentheses the share of the copy's speed.\n"
+        peer = peer_of.get(tuple(machine["gpus"]))
+        text += f"LigerCute here: {peer.packages}.\n\n" if peer else "\n"
         head = ["layer", "tokens a rank", "MB that cross", "copy", "dispatch", "in place", "float8"]
-        head += ["combine", "all-to-all", "rows", "rows / dispatch", "layer, TFLOP/s", "published"]
+        head += ["combine", "all-to-all", "rows", "rows / dispatch", "layer, TFLOP/s", "LigerCute here", "published"]
         rows = [head, ["---"] * len(head)]
         for shape in shapes:
-            rows.append(_line(shape, {line["what"]: line for line in rest if line["shape"] == shape}))
+            rows.append(_line(shape, {line["what"]: line for line in rest if line["shape"] == shape}, peer))
         text += "".join("| " + " | ".join(row) + " |\n" for row in rows)
     return text
 
@@ -125,7 +170,8 @@ def few(paths: list[Path]) -> str:
 def main(results: Path = RESULTS, target: Path = PAGE) -> None:
     """Write the page, and the picture if a timeline was recorded."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    text = page(sorted(results.glob("*-expert-parallel.jsonl")))
+    peers = sorted(results.glob("*-expert-parallel-liger.jsonl"))
+    text = page(sorted(results.glob("*-expert-parallel.jsonl")), peers)
     text += few(sorted(results.glob("*-expert-parallel-few.jsonl")))
     recorded = [Recorded.of(path) for path in sorted(results.glob("*-expert-parallel-timeline.jsonl"))]
     if recorded:

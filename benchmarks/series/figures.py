@@ -164,6 +164,13 @@ def _overlaps(lines: _Lines) -> Iterator[Figure]:
         yield Figure(name, shape, line["tokens"] / line["us"], "tokens/us", line["in_flight"])
 
 
+def _peer_layers(lines: _Lines) -> Iterator[Figure]:
+    for line in lines:
+        if "tflops" in line:
+            name = f"expert parallel: {line['what']}, {line['transport']}, {line['kernels']}"
+            yield Figure(name, f"{line['shape']}, {line['tokens']}", line["tflops"], "TFLOP/s", False)
+
+
 _READERS: dict[str, Callable[[_Lines], Iterator[Figure]]] = {
     "layer": _layers,
     "layer-sonic": _layers,
@@ -183,6 +190,7 @@ _READERS: dict[str, Callable[[_Lines], Iterator[Figure]]] = {
     "loss-curves": lambda lines: iter(()),  # no speeds
     "expert-parallel": _exchanges,
     "expert-parallel-few": _exchanges,
+    "expert-parallel-liger": _peer_layers,
     "expert-parallel-timeline": _timelines,
     "expert-parallel-overlap": _overlaps,
 }

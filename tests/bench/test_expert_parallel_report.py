@@ -87,6 +87,60 @@ def test_few_tokens_have_a_section_with_both_ways(tmp_path):
     assert report.few([]) == ""
 
 
+def peer_lines(shape, kernels, scale, tokens=8192):
+    """Lines of a layer of LigerCute, at 500 / scale and 250 / scale TFLOP/s."""
+    common = {"shape": shape, **SIZES, "tokens": tokens, "ranks": 2, "transport": "LigerCute", "kernels": kernels}
+    times = {"layer_forward": (100.0, {"tflops": 500.0 / scale}), "layer": (500.0, {})}
+    times["layer_backward"] = 400.0, {"tflops": 250.0 / scale}
+    return [
+        {**common, "what": what, "us": us * scale, "min_us": us * scale, "max_us": us * scale * 1.2, **more}
+        for what, (us, more) in times.items()
+    ]
+
+
+def failed_line(shape, kernels):
+    return {"shape": shape, **SIZES, "ranks": 2, "kernels": kernels, "failed": "no end after 90 s"}
+
+
+def test_layers_of_ligercute_stand_beside_those_of_the_same_gpus(tmp_path):
+    def write(name, gpus, lines, **machine):
+        text = "".join(json.dumps(line) + "\n" for line in [{**MACHINE, "gpus": gpus, **machine}, *lines])
+        (tmp_path / f"{name}.jsonl").write_text(text)
+
+    exchanges = "p2p_copy", "dispatch", "dispatch_without_copy", "dispatch_float8", "combine"
+    whats = *exchanges, "alltoall_single", "rows_alltoall"
+    ours = [
+        {"shape": shape, **SIZES, "ranks": 2, "what": what, "us": 10.0, "bytes": 1}
+        for shape in ("dsv3", "mixtral", "ernie-300b", "qwen3-30b")
+        for what in whats
+    ]
+    two, four = ["NVIDIA H200"] * 2, ["NVIDIA H200"] * 4
+    write("h200x2-expert-parallel", two, ours)
+    write("h200x4-expert-parallel", four, ours)
+    peers = [
+        *peer_lines("dsv3", "relocatable", 2),
+        *peer_lines("dsv3", "whole-program", 1),
+        *peer_lines("mixtral", "relocatable", 2),
+        failed_line("mixtral", "whole-program"),
+        failed_line("ernie-300b", "relocatable"),
+        *peer_lines("qwen3-30b", "relocatable", 1, tokens=4096),
+    ]
+    write("h200x2-expert-parallel-liger", two, peers, date="2026-11-29", versions={"liger-cute-kernels": "0.8.5"})
+    report.main(tmp_path, tmp_path / "page.md")
+    of_two, of_four = (tmp_path / "page.md").read_text().split("## 2 x NVIDIA H200")[1].split("## 4 x NVIDIA H200")
+
+    def here(text):
+        rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+        at = rows[0].index("LigerCute here")
+        return {row[0]: row[at] for row in rows[2:]}
+
+    expected = {"dsv3": "500 ±100 / 250 ±50", "mixtral": "250 ±50 / 125 ±25"}
+    assert here(of_two) == {**expected, "ernie-300b": "failed", "qwen3-30b": "-"}
+    assert "LigerCute here: liger-cute-kernels 0.8.5, 2026-11-29." in of_two
+    assert set(here(of_four).values()) == {"-"}
+    assert "LigerCute here:" not in of_four
+
+
 def test_the_table_has_the_slowest_ranks_times_and_what_it_waited(recorded):
     rows = [line.strip("| ").split(" | ") for line in section(recorded()).splitlines() if line.startswith("| dsv3")]
     # forward: five steps of 120 us, which end at 650; backward: three

@@ -116,6 +116,20 @@ def test_exchanges_have_a_point_in_gigabytes_a_second_and_layers_in_teraflops():
     ]
 
 
+def test_layers_of_ligercute_are_figures_but_no_points():
+    times = {"shape": "dsv3", "tokens": 8192, "transport": "LigerCute", "kernels": "relocatable", "us": 9.0}
+    lines = [
+        {"machine": True, "gpus": ["NVIDIA H200"] * 2, "commit": "abc", "date": "2026-11-29"},
+        {**times, "what": "layer_forward", "tflops": 500.0},
+        {**times, "what": "layer"},
+        {"shape": "mixtral", "tokens": 8192, "kernels": "relocatable", "failed": "no end"},
+    ]
+    result = result_of("h200x2-expert-parallel-liger.jsonl", "".join(f"{json.dumps(each)}\n" for each in lines))
+    name = "expert parallel: layer_forward, LigerCute, relocatable"
+    assert [(each.name, each.value) for each in result.figures] == [(name, 500.0)]
+    assert points_of(result) == []
+
+
 @pytest.mark.parametrize(
     ("kind", "title", "item_bytes"),
     [({}, "few tokens", 2), ({"kind": "bf16"}, "few tokens", 2), ({"kind": "int4"}, "few tokens, int4", 0.5)],

@@ -13,7 +13,7 @@ from benchmarks.kernels import report as kernels
 from benchmarks.kernels.results import load_run
 from benchmarks.kernels.timing import stats_of
 from benchmarks.layer import report as layers
-from benchmarks.spread import deviation, time_fields, with_deviation
+from benchmarks.spread import deviation, difference_fields, time_fields, with_deviation
 
 from .test_layer_report import MACHINE as LAYER_MACHINE
 from .test_layer_report import line, row_of
@@ -61,3 +61,8 @@ def test_exchanges_between_gpus_show_the_deviation(tmp_path):
     path = tmp_path / "h200x2-expert-parallel.jsonl"
     path.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
     assert "| 100 ±4 | 100 ±4 (1.00) |" in parallel.page([path])
+
+
+def test_the_time_of_a_difference_has_bounds():
+    whole, part = ({"us": 10.0, "min_us": 8.0, "max_us": 13.0}, {"us": 4.0, "min_us": 3.0, "max_us": 6.0})
+    assert difference_fields(whole, part) == {"us": 6.0, "min_us": 2.0, "max_us": 10.0}
