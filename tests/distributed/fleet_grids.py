@@ -338,7 +338,7 @@ def scaler_of(name: str) -> Any:
 
 @paddle.no_grad()
 def unscaled(gradients: list[Any], scale: paddle.Tensor, _: list[Any], found: paddle.Tensor) -> None:
-    """Paddle's operator on the stub device, where its own moves gradients to the host."""
+    """Paddle's operator on a custom device, where its own moves gradients to the host."""
     is_bad = not all(np.isfinite(each.numpy()).all() for each in gradients)
     paddle.assign(paddle.full_like(found, is_bad), found)
     for each in gradients:
@@ -372,12 +372,18 @@ def of_ranks(part: NDArray, group: Any, axis: int) -> NDArray:
 
 
 def for_this_backend(patch: pytest.MonkeyPatch) -> None:
-    """Let ranks send before they receive, as if both were in one group: those of the stub device come one by one."""
+    """Let exchanges of one group match if they come one by one, as on a custom device.
+
+    Ranks of the stub device send before they receive. On GPUs a rank that sends may wait until the other one receives,
+    so every other rank receives first.
+    """
+    device = paddle.get_device()
+    receives_first = not device.startswith(("cpu", "stub")) and paddle.distributed.get_rank() % 2 == 1
     send = {p2p_communication._send_on_calc_stream, paddle.distributed.isend}
     run = p2p_communication.batch_send_recv_on_calc_stream
 
     def ordered(ops: list[Any]) -> list[Any]:
-        return sorted(ops, key=lambda each: each.op not in send)
+        return sorted(ops, key=lambda each: (each.op in send) == receives_first)
 
     def exchange(pipeline: Any, *_: Any) -> None:  # without the streams and events of a GPU
         for ops in (pipeline.comm_forward_ops, pipeline.comm_backward_ops):
@@ -389,7 +395,7 @@ def for_this_backend(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(p2p_communication, "batch_send_recv_on_calc_stream", lambda ops: run(ordered(ops)))
     patch.setattr(dualpipev.DualPipeVParallel, "_commit_and_wait_comm", exchange)
     patch.setattr(paddle.distributed.ParallelEnv, "_device_id", 0, raising=False)  # as on a GPU
-    if paddle.get_device().startswith("stub"):
+    if device != "cpu":
         patch.setattr(paddle._legacy_C_ops, "check_finite_and_unscale", unscaled)
     else:
         scale_on_a_cpu(patch)
@@ -451,7 +457,8 @@ def assert_like_one_process(grid: Grid, got: list[Any]) -> float:
     of_ranks[~np.isfinite(of_ranks)] = float("nan")
     tolerance = 1e-2 if grid.kind == "narrow" else 1e-5
     np.testing.assert_allclose(of_ranks, losses, rtol=tolerance)
-    for _, _, found, _ in got if not grid.scaler else ():  # clipping would hide a wrong factor of all gradients
+    clips = not grid.scaler and bool(set(grid.degrees) - {"pp_degree"})  # Fleet's optimizer clips experts of one rank
+    for _, _, found, _ in got if clips else ():  # clipping would hide a wrong factor of all gradients
         np.testing.assert_allclose(found, norms, rtol=tolerance)
         assert min(found) > 2 * CLIP  # else clipping is not tested
     load_master_weights(net, optimizer)
