@@ -58,13 +58,17 @@ def _device_of(place: Any) -> Any:
 class SideStream:
     """The stream of a group's exchanges in flight on a device.
 
-    Exchanges of a group run in the order in which they begin, on whichever stream.
+    Exchanges of a group run in the order in which they begin, on whichever stream. Events are kept and recorded again:
+    Paddle lets the host wait for an event of a custom device before it destroys it. A stream that waits for an event
+    waits for what was recorded by then.
     """
 
     def __init__(self, place: Any) -> None:
         self._device = _device_of(place)
         self._stream: Any = None
+        self._begun: Any = None  # the event of the current stream at the last begin
         self._last: Any = None  # the event of the last exchange in flight that no stream has waited for
+        self._free: list[Any] = []  # events of exchanges that a stream has waited for
 
     def _current(self) -> Any:
         """Return the current stream, as an object of Paddle's core."""
@@ -86,11 +90,25 @@ class SideStream:
         if self._stream is None:
             self._stream = paddle.device.Stream(self._device, priority=_HIGH_PRIORITY)
         side, used = self._stream.stream_base, [*memory]
-        side.wait_stream(self._current())
+        self._begun = _recorded(self._begun, self._current())
+        side.wait_event(self._begun)
         try:
             with paddle.device.stream_guard(self._stream):
                 made = work(used)
         finally:
-            self._last = event = side.record_event()
-            end = InFlight(lambda: self._current().wait_event(event), lambda: made, used)
+            self._last = event = _recorded(self._free.pop() if self._free else None, side)
+            end = InFlight(lambda: self._wait(event), lambda: made, used)
         return end
+
+    def _wait(self, event: Any) -> None:
+        """Let the current stream wait for an exchange, whose event is free then."""
+        self._current().wait_event(event)
+        self._free.append(event)
+
+
+def _recorded(event: Any, stream: Any) -> Any:
+    """Record an event, or a new one if there is none, after the work of a stream."""
+    if event is None:
+        return stream.record_event()
+    event.record(stream)
+    return event

@@ -13,7 +13,7 @@ import paddle
 import pytest
 
 from paddle_moe_ops import flush_dw
-from paddle_moe_ops.expert_parallel import LineTransport
+from paddle_moe_ops.expert_parallel import LineTransport, streams
 from paddle_moe_ops.expert_parallel.streams import InFlight, SideStream
 from paddle_moe_ops.expert_parallel.symmetric_buffers import Barrier
 
@@ -108,6 +108,54 @@ def on_a_side_stream() -> list[Any]:
             side.join()
         waits = stream.return_value.wait_event.call_count
         return [made.tolist(), ends[0]._memory, current() == before, during[0] == before, waits]
+
+
+class FakeStream:
+    """A stream whose events know what was recorded on it."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.done = name, log, 0
+
+    def record_event(self) -> Any:
+        event = mock.Mock()
+        event.record = lambda stream: setattr(event, "time", f"{stream.name} {stream.done}")
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Any) -> None:
+        self.log.append(f"{self.name} waits for {event.time}")
+
+
+def test_a_side_stream_records_an_event_again_only_after_a_stream_has_waited_for_it():
+    """On a custom device the host would wait for each event that is destroyed."""
+    log: list[str] = []
+    current, stream = FakeStream("current", log), FakeStream("side", log)
+    with mock.patch.object(streams, "_device_of"):
+        side = SideStream(None)
+    side._stream = mock.Mock(stream_base=stream)
+
+    def work(used: list[Any]) -> tuple[()]:
+        stream.done += 1
+        return ()
+
+    with mock.patch.object(side, "_current", return_value=current), mock.patch.object(paddle.device, "stream_guard"):
+        first, second = side.begin(work), side.begin(work)
+        current.done = 1
+        second()
+        third = side.begin(work)
+        side.join()
+        first()
+        del third
+        first, second = side.begin(work), side.begin(work)
+        assert log == [
+            *("side waits for current 0", "side waits for current 0"),
+            *("current waits for side 2", "side waits for current 1"),
+            *("current waits for side 3", "current waits for side 1", "current waits for side 3"),
+            *("side waits for current 1", "side waits for current 1"),
+        ]
+        assert not side._free
+        del first, second
+        assert len(set(map(id, side._free))) == 2
 
 
 def test_a_side_stream_ends_work_and_restores_the_current_stream():
