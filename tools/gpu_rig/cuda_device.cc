@@ -7,6 +7,7 @@
 // built library (see the Makefile) in a folder and set CUSTOM_DEVICE_ROOT to that folder before importing paddle.
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 
@@ -32,10 +33,15 @@ C_Status DeinitDevice(const C_Device) { return C_SUCCESS; }
 C_Status SetDevice(const C_Device device) { RIG_RETURN(cudaSetDevice(device->id)); }
 C_Status GetDevice(const C_Device device) { RIG_RETURN(cudaGetDevice(&device->id)); }
 
+// Paddle doesn't say which priority a stream has. The first one of a process is that of the operators; programs ask for others
+// so that their work runs beside it, and those have the highest priority.
 C_Status CreateStream(const C_Device device, C_Stream* stream) {
+  static std::atomic<bool> is_first{true};
   RIG_TRY(cudaSetDevice(device->id));
+  int lowest, highest;
+  RIG_TRY(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
   cudaStream_t created;
-  RIG_TRY(cudaStreamCreate(&created));
+  RIG_TRY(cudaStreamCreateWithPriority(&created, cudaStreamDefault, is_first.exchange(false) ? lowest : highest));
   *stream = reinterpret_cast<C_Stream>(created);
   return C_SUCCESS;
 }

@@ -32,6 +32,11 @@
 #include "paddle/phi/kernels/split_kernel.h"
 #include "paddle/phi/kernels/swiglu_kernel.h"
 
+namespace phi {
+template <typename T, typename Context>
+void RigAssign(const Context& dev_ctx, const DenseTensor& x, DenseTensor* out);
+}  // namespace phi
+
 namespace rig {
 namespace {
 
@@ -110,6 +115,10 @@ bool MapTwo(const Context& context, const DenseTensor& x, const DenseTensor& y, 
 
 bool Cast(const Context& context, const DenseTensor& x, DataType dtype, DenseTensor* out) {
   return MapOne(context, MapOp::kCopy, x, dtype, out);
+}
+
+bool Assign(const Context& context, const DenseTensor& x, DenseTensor* out) {
+  return MapOne(context, MapOp::kCopy, x, x.dtype(), out);
 }
 
 bool Contiguous(const Context& context, const DenseTensor& x, DenseTensor* out) {
@@ -257,6 +266,7 @@ const std::map<std::string, void*>& Kernels() {
   static const std::map<std::string, void*> kernels = {
       RIG_OWN("add", AddKernel, MapTwo<MapOp::kAdd>),
       RIG_OWN("argmax", ArgMaxKernel, Argmax),
+      RIG_OWN("assign", RigAssign, Assign),
       RIG_OWN("cast", CastKernel, Cast),
       RIG_OWN("concat", ConcatKernel, Concat),
       RIG_OWN("contiguous", ContiguousKernel, Contiguous),

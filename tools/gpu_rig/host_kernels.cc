@@ -112,6 +112,8 @@
 // Kernels that Paddle's headers declare with other template parameters, or not at all.
 namespace phi {
 template <typename T, typename Context>
+void RigAssign(const Context& dev_ctx, const DenseTensor& x, DenseTensor* out);
+template <typename T, typename Context>
 void RigAssignRaw(const Context& dev_ctx, const paddle::optional<DenseTensor>& x, DenseTensor* out);
 template <typename T, typename Context>
 void RigShareData(const Context& dev_ctx, const DenseTensor& x, DenseTensor* out);
@@ -131,6 +133,7 @@ void RigShareData(const Context& dev_ctx, const DenseTensor& x, DenseTensor* out
   KERNEL(argmax, ArgMaxKernel)                           \
   KERNEL(argsort, ArgsortKernel)                         \
   KERNEL(argsort_grad, ArgsortGradKernel)                \
+  KERNEL(assign, RigAssign)                              \
   KERNEL(assign_raw, RigAssignRaw)                       \
   KERNEL(bitwise_and, BitwiseAndKernel)                  \
   KERNEL(bitwise_or, BitwiseOrKernel)                    \
