@@ -12,8 +12,8 @@ from unittest import mock
 import paddle
 import pytest
 
-from paddle_moe_ops import flush_dw
-from paddle_moe_ops.expert_parallel import LineTransport, streams
+from paddle_moe_ops import flush_dw, moe_mlp
+from paddle_moe_ops.expert_parallel import ExpertParallel, LineTransport, exchanges, streams
 from paddle_moe_ops.expert_parallel.streams import InFlight, SideStream
 from paddle_moe_ops.expert_parallel.symmetric_buffers import Barrier
 
@@ -108,6 +108,47 @@ def on_a_side_stream() -> list[Any]:
             side.join()
         waits = stream.return_value.wait_event.call_count
         return [made.tolist(), ends[0]._memory, current() == before, during[0] == before, waits]
+
+
+EXCHANGES = [f"{passing} {what}" for what in ("combine", "dispatch") for passing in ("begin", "end")]
+LOCKSTEP = [(step, batch) for step in [*EXCHANGES[:2], "experts", *EXCHANGES[2:]] for batch in (0, 1)]
+IN_TURNS = [
+    *(("begin combine", 0), ("end combine", 0), ("begin combine", 1), ("experts", 0), ("end combine", 1)),
+    *(("begin dispatch", 0), ("experts", 1), ("end dispatch", 0), ("begin dispatch", 1), ("end dispatch", 1)),
+]
+
+
+@pytest.mark.parametrize(("later", "expected"), [(False, LOCKSTEP), (True, IN_TURNS)], ids=["alike", "one node more"])
+def test_backward_passes_of_micro_batches_take_turns_if_one_loss_has_a_node_more(later, expected):
+    """So the experts of one run while gradients of the other travel (docs/expert_overlap.md)."""
+    parallel, log, outs = ExpertParallel(4, combine="reduced"), [], []
+    matrices = [paddle.create_parameter(shape, "float32") for shape in ([4, 8, 12], [4, 6, 8])]
+    begin, end = exchanges._Sending.returns, exchanges._Sending.differentiate
+    numbers: dict[int, int] = {}
+
+    def step(name: str, sending: Any) -> None:
+        log.append((f"{name} {sending.function.partition('.')[2]}", numbers[id(sending)]))
+
+    handles = []
+    for batch in range(2):
+        probs, ids = paddle.topk(paddle.rand([5, 4]), 2)
+        x = paddle.randn([5, 8])
+        x.stop_gradient = False
+        handles.append(parallel.dispatch(x, ids, probs, async_op=True))
+        numbers[id(handles[-1]._flight._call)] = batch
+    for batch, handle in enumerate(handles):
+        received = handle.wait()
+        out = moe_mlp(received.tokens, received.plan, received.probs, *matrices)
+        out.register_hook(lambda _, batch=batch: log.append(("experts", batch)))
+        outs.append(parallel.combine(out, received, async_op=True))
+        numbers[id(outs[-1]._flight._call)] = batch
+    losses = [each.wait().square().mean() for each in outs]
+    with (
+        mock.patch.object(exchanges._Sending, "returns", lambda *given: step("begin", given[0]) or begin(*given)),
+        mock.patch.object(exchanges._Sending, "differentiate", lambda *given: step("end", given[0]) or end(*given)),
+    ):
+        paddle.add_n([losses[0], losses[1] * 1.0 if later else losses[1]]).backward()
+    assert log == expected
 
 
 class FakeStream:

@@ -47,6 +47,7 @@ CASES: list[tuple[str, list[list[int]], tuple[str, ...], Call, Call]] = [
     ("scale", [[5, 9]], FLOATS, lambda x: paddle.scale(x, 0.5, 2.0), lambda x: x * 0.5 + 2),
     ("scale the sum", [[5, 9]], FLOATS, lambda x: paddle.scale(x, 0.5, 2.0, False), lambda x: (x + 2) * 0.5),
     ("clone", [[3, 50]], ALL, lambda x: x.clone(), lambda x: x),
+    ("zeros", [[7, 3]], ALL, paddle.zeros_like, np.zeros_like),
     ("cast", [[17]], FLOATS, lambda x: x.astype("bfloat16").astype("float32"), lambda x: x),
     ("rsqrt", [[33]], ("float32",), lambda x: paddle.rsqrt(x * x + 1.0), lambda x: 1 / np.sqrt(x * x + 1)),
     ("mean", [[4, 300]], FLOATS, lambda x: x.mean(-1, keepdim=True), lambda x: x.mean(-1, keepdims=True)),

@@ -5,6 +5,8 @@
 // returns false for arguments that it does not take; the host then computes them (host_kernels.h).
 //
 // The tests of operators compare with Paddle's CPU kernels. So these are used only if RIG_DEVICE_KERNELS is set.
+#include <cuda_runtime.h>
+
 #include <cstdlib>
 #include <map>
 #include <numeric>
@@ -23,6 +25,7 @@
 #include "paddle/phi/kernels/elementwise_multiply_kernel.h"
 #include "paddle/phi/kernels/elementwise_subtract_kernel.h"
 #include "paddle/phi/kernels/embedding_kernel.h"
+#include "paddle/phi/kernels/full_kernel.h"
 #include "paddle/phi/kernels/gather_kernel.h"
 #include "paddle/phi/kernels/matmul_kernel.h"
 #include "paddle/phi/kernels/reduce_mean_kernel.h"
@@ -127,6 +130,13 @@ bool Contiguous(const Context& context, const DenseTensor& x, DenseTensor* out) 
   if (!MapOne(context, MapOp::kCopy, x, x.dtype(), &made)) return false;
   *out = made;
   return true;
+}
+
+// Zeros, such as gradients that are missing, for which the host would wait.
+bool FullLike(const Context& context, const DenseTensor&, const phi::Scalar& value, DataType dtype, DenseTensor* out) {
+  if (value.to<double>() != 0.0 || !Allocate(context, out, dtype)) return false;
+  const size_t bytes = out->numel() * phi::SizeOf(dtype);
+  return cudaMemsetAsync(out->data(), 0, bytes, static_cast<cudaStream_t>(StreamOf(context))) == cudaSuccess;
 }
 
 bool Rsqrt(const Context& context, const DenseTensor& x, DenseTensor* out) {
@@ -271,6 +281,7 @@ const std::map<std::string, void*>& Kernels() {
       RIG_OWN("concat", ConcatKernel, Concat),
       RIG_OWN("contiguous", ContiguousKernel, Contiguous),
       RIG_OWN("embedding", EmbeddingKernel, Embedding),
+      RIG_OWN("full_like", FullLikeKernel, FullLike),
       RIG_OWN("gather", GatherKernel, Gather),
       RIG_OWN("matmul", MatmulKernel, Matmul),
       RIG_OWN("mean", MeanKernel, Mean),
