@@ -40,11 +40,15 @@ larger distance of the fastest and the slowest sample from the median, in result
 * *rows* is what users write by hand, with NCCL: `permute`, `paddle.distributed.alltoall_single` of a row for each slot,
   `sort_chunks`. *all-to-all* is that collective alone, on the bytes of dispatch.
 * The layer is dispatch, `moe_mlp` and combine, forward and backward, in TFLOP/s of the matrix products for each GPU, or
-  "-" where only exchanges were measured.
+  "-" where it was not measured. *float8* is with `compute="fp8_1x128"`, and matrices are quantised before, as once in a
+  step of the optimizer; *sent as well* is with `payload="fp8_1x128"`, too.
 * *LigerCute here* is the same of the peer's package on the same GPUs, by `python3 -m
   benchmarks.expert_parallel.liger_cute`, with the faster one of its two forms of kernels.
 * Published: LigerCute (LiG) and DeepEP (DeE) between as many GPUs, read off LigerCute's figures, +-3 TFLOP/s.
 """
+EXCHANGES = ["layer", "tokens a rank", "MB that cross", "copy", "dispatch", "in place", "float8", "combine"]
+EXCHANGES += ["all-to-all", "rows", "rows / dispatch"]
+LAYERS = ["layer", "bfloat16", "float8", "float8, sent as well", "LigerCute here", "published"]
 # TFLOP/s a GPU, forward and backward, at 8192 tokens a rank, by the number of ranks.
 PUBLISHED = {
     2: {"qwen3-30b": "LiG 307 / 215, DeE 124 / 152", "mixtral": "LiG 534 / 384, DeE 500 / 442"},
@@ -53,9 +57,9 @@ PUBLISHED = {
 }
 
 
-def _layer(found: dict[str, dict[str, Any]]) -> str:
+def _layer(found: dict[str, dict[str, Any]], kind: str = "") -> str:
     """TFLOP/s of a layer's passes."""
-    passes = [found.get(f"layer_{which}") for which in ("forward", "backward")]
+    passes = [found.get(f"layer_{which}{kind}") for which in ("forward", "backward")]
     return " / ".join("-" if each is None else with_deviation(each["tflops"], deviation(each)) for each in passes)
 
 
@@ -87,7 +91,9 @@ class Peer:
         return _layer(min(ran, key=lambda form: form["layer"]["us"]))
 
 
-def _line(shape: str, found: dict[str, dict[str, Any]], peer: Peer | None) -> list[str]:
+def _exchanges(shape: str, found: dict[str, dict[str, Any]]) -> list[str]:
+    """A row of the table of exchanges."""
+
     def us(what: str) -> str:
         return with_deviation(found[what]["us"], deviation(found[what]))
 
@@ -98,10 +104,19 @@ def _line(shape: str, found: dict[str, dict[str, Any]], peer: Peer | None) -> li
     cells += [share("dispatch"), share("dispatch_without_copy"), us("dispatch_float8")]
     cells += [share("combine"), us("alltoall_single")]
     faster = found["rows_alltoall"]["us"] / found["dispatch"]["us"]
-    cells += [us("rows_alltoall"), f"{faster:.1f}"]
+    return [*cells, us("rows_alltoall"), f"{faster:.1f}"]
+
+
+def _layers(shape: str, found: dict[str, dict[str, Any]], peer: Peer | None) -> list[str]:
+    """A row of the table of layers."""
     published = PUBLISHED.get(found["p2p_copy"]["ranks"], {})
     here = peer.layer(shape, found["p2p_copy"]["tokens"]) if peer else "-"
-    return [*cells, _layer(found), here, published.get(shape, "-")]
+    ours = [_layer(found, kind) for kind in ("", "_float8", "_float8_payload")]
+    return [shape, *ours, here, published.get(shape, "-")]
+
+
+def _table(*rows: list[str]) -> str:
+    return "".join("| " + " | ".join(row) + " |\n" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:]))
 
 
 def page(paths: list[Path], peers: Sequence[Path] = ()) -> str:
@@ -121,12 +136,10 @@ def page(paths: list[Path], peers: Sequence[Path] = ()) -> str:
         text += f"driver {machine['driver']}. Microseconds; in parentheses the share of the copy's speed.\n"
         peer = peer_of.get(tuple(machine["gpus"]))
         text += f"LigerCute here: {peer.packages}.\n\n" if peer else "\n"
-        head = ["layer", "tokens a rank", "MB that cross", "copy", "dispatch", "in place", "float8"]
-        head += ["combine", "all-to-all", "rows", "rows / dispatch", "layer, TFLOP/s", "LigerCute here", "published"]
-        rows = [head, ["---"] * len(head)]
-        for shape in shapes:
-            rows.append(_line(shape, {line["what"]: line for line in rest if line["shape"] == shape}, peer))
-        text += "".join("| " + " | ".join(row) + " |\n" for row in rows)
+        of_shapes = {shape: {line["what"]: line for line in rest if line["shape"] == shape} for shape in shapes}
+        text += _table(EXCHANGES, *(_exchanges(shape, found) for shape, found in of_shapes.items()))
+        text += "\nTFLOP/s of layers, forward / backward.\n\n"
+        text += _table(LAYERS, *(_layers(shape, found, peer) for shape, found in of_shapes.items()))
     return text
 
 

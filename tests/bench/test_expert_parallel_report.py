@@ -114,6 +114,8 @@ def test_layers_of_ligercute_stand_beside_those_of_the_same_gpus(tmp_path):
         for shape in ("dsv3", "mixtral", "ernie-300b", "qwen3-30b")
         for what in whats
     ]
+    for what, tflops in (("layer_forward", 3.0), ("layer_backward_float8", 4.0)):
+        ours.append({**ours[0], "what": what, "tflops": tflops})
     two, four = ["NVIDIA H200"] * 2, ["NVIDIA H200"] * 4
     write("h200x2-expert-parallel", two, ours)
     write("h200x4-expert-parallel", four, ours)
@@ -129,15 +131,18 @@ def test_layers_of_ligercute_stand_beside_those_of_the_same_gpus(tmp_path):
     report.main(tmp_path, tmp_path / "page.md")
     of_two, of_four = (tmp_path / "page.md").read_text().split("## 2 x NVIDIA H200")[1].split("## 4 x NVIDIA H200")
 
-    def here(text):
-        rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
-        at = rows[0].index("LigerCute here")
+    def column(text, name):
+        lines = text.partition("TFLOP/s of layers")[2].splitlines()
+        rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
+        at = rows[0].index(name)
         return {row[0]: row[at] for row in rows[2:]}
 
     expected = {"dsv3": "500 ±100 / 250 ±50", "mixtral": "250 ±50 / 125 ±25"}
-    assert here(of_two) == {**expected, "ernie-300b": "failed", "qwen3-30b": "-"}
+    assert column(of_two, "LigerCute here") == {**expected, "ernie-300b": "failed", "qwen3-30b": "-"}
+    for name, cells in {"bfloat16": "3 / -", "float8": "- / 4", "float8, sent as well": "- / -"}.items():
+        assert column(of_two, name) == {"dsv3": cells, "mixtral": "- / -", "ernie-300b": "- / -", "qwen3-30b": "- / -"}
     assert "LigerCute here: liger-cute-kernels 0.8.5, 2026-11-29." in of_two
-    assert set(here(of_four).values()) == {"-"}
+    assert set(column(of_four, "LigerCute here").values()) == {"-"}
     assert "LigerCute here:" not in of_four
 
 
