@@ -330,7 +330,9 @@ def main() -> int:
     if arguments.what == "bench_cpu":
         return bench_cpu([*extra, "--out", str(arguments.out)])
     if arguments.what == "bench_parallel":
-        return bench_on_rig("benchmarks.expert_parallel", "distributed", [*extra, "--out", str(arguments.out)], **cublas())
+        return bench_on_rig(
+            "benchmarks.expert_parallel", "distributed", [*extra, "--out", str(arguments.out)], **cublas()
+        )
     if arguments.what in ("bench_calls", "bench_serving"):
         options = ["--device", DEVICE, "--gpu", machine(RIG / "commit")["gpu"], "--out", str(arguments.out)]
         if arguments.what == "bench_calls":
