@@ -16,6 +16,7 @@ from paddle.incubate.distributed.models.moe import ClipGradForMOEByGlobalNorm
 from .. import _checks
 from .agreement import group_of, raising_together
 from .fleet_optimizers import FleetClip
+from .fully_sharded import FullyShardedModel, innermost_of
 from .loss_scaling import GradScaler
 from .parameters import connect_copies, copies_of, is_expert_parameter
 from .training import average_gradients
@@ -23,7 +24,10 @@ from .training import average_gradients
 __all__ = ["group_sharded_parallel"]
 
 _NAME = "group_sharded_parallel"
-_LEVELS = ("os", "os_g")
+_STAGE_3 = "p_g_os"
+_LEVELS = ("os", "os_g", _STAGE_3)
+_OF_WHOLE_PARAMETERS = paddle.optimizer.Lamb, paddle.optimizer.LBFGS
+_ELEMENTWISE_CLIPS = nn.ClipGradByGlobalNorm, ClipGradForMOEByGlobalNorm, nn.ClipGradByValue
 
 
 class _Optimizer(GroupShardedOptimizerStage2):
@@ -143,9 +147,9 @@ def group_sharded_parallel(
             expected = "an optimizer of paddle.optimizer with a list of parameters"
             _checks.bad_type(_NAME, "optimizer", expected, type(optimizer).__name__)
         if level not in _LEVELS:
-            _checks.bad_value(_NAME, "level", f"one of {_LEVELS} for experts on several ranks", repr(level))
+            _checks.bad_value(_NAME, "level", f"one of {_LEVELS}", repr(level))
         if offload:
-            expected = "False, since Paddle's offload updates one buffer of dense parameters and no experts"
+            expected = "False, since Paddle's offload updates dense parameters and no experts"
             _checks.bad_value(_NAME, "offload", expected, repr(offload))
         if scaler is not None:
             _check_scaler(scaler, everyone)
@@ -154,37 +158,77 @@ def group_sharded_parallel(
         if count != everyone.nranks or count == 1:
             given = f"groups of {count} of {everyone.nranks} ranks"
             _checks.bad_value(_NAME, "group and dp_group", "all ranks together, at least two", given)
+        if level == _STAGE_3:
+            _check_stage_3(model, optimizer, segment_size, exclude_layer)
     experts = [each for each in parameters if is_expert_parameter(each)]
     names = {each.name: name for name, each in model.named_parameters()}
     connect_copies(_NAME, {f"parameter {names.get(each.name, each.name)!r}": each for each in experts}, everyone)
-    innermost = optimizer
-    while "_inner_opt" in vars(innermost):
-        innermost = innermost._inner_opt
+    innermost = innermost_of(optimizer)
     clip, innermost._grad_clip = innermost._grad_clip, None  # Paddle's would count experts of one rank
     with paddle.no_grad():
         for each in experts:
             copies = copies_of(each, everyone)
             if copies is not None:
                 paddle.distributed.broadcast(each, src=copies.ranks[0], group=copies)
-    names_of_experts = {each.name for each in experts}
-    dense = [each for each in parameters if each.name not in names_of_experts]
-    device = paddle.get_device().partition(":")[0]
-    sharded = _Optimizer(params=dense, optim=optimizer, group=sharing, dp_group=dp_group, device=device)
-    sharded.experts, sharded._parameter_list = experts, list(parameters)
+    shared = {
+        "group": sharing,
+        "sync_buffers": sync_buffers,
+        "dp_group": dp_group,
+        "device": paddle.get_device().partition(":")[0],
+    }
+    made: Any
+    sharded: Any
+    if level == _STAGE_3:
+        options = {"segment_size": segment_size, "sync_comm": sync_comm, "exclude_layer": exclude_layer}
+        made = FullyShardedModel(model, optimizer, experts, everyone, **shared, **options)
+        sharded, counted = optimizer, made.counted()
+    else:
+        made, sharded = _stage_2(model, optimizer, experts, buffer_max_size, shared)
+        counted = {name for name, rank in sharded.param2rank.items() if rank == sharded._rank}
     if isinstance(clip, (nn.ClipGradByGlobalNorm, ClipGradForMOEByGlobalNorm)):
-        innermost._grad_clip = FleetClip(clip.clip_norm, _counted(sharded, dp_group, everyone))
+        own = {each.name for each in experts if _is_first(copies_of(each, everyone))}
+        innermost._grad_clip = FleetClip(clip.clip_norm, frozenset(own | counted if _is_first(dp_group) else own))
     else:
         innermost._grad_clip = clip
-    made = _Model(
-        model,
-        sharded,
-        group=sharing,
-        sync_buffers=sync_buffers,
-        buffer_max_size=buffer_max_size,
-        dp_group=dp_group,
-        device=device,
-    )
     return made, sharded, scaler
+
+
+def _stage_2(
+    model: nn.Layer, optimizer: Any, experts: list[Tensor], buffer_max_size: int, shared: dict[str, Any]
+) -> tuple[_Model, _Optimizer]:
+    names = {each.name for each in experts}
+    dense = [each for each in optimizer._parameter_list if each.name not in names]
+    of_optimizer = {name: each for name, each in shared.items() if name != "sync_buffers"}
+    sharded = _Optimizer(params=dense, optim=optimizer, **of_optimizer)
+    sharded.experts, sharded._parameter_list = experts, list(optimizer._parameter_list)
+    return _Model(model, sharded, buffer_max_size=buffer_max_size, **shared), sharded
+
+
+def _check_stage_3(model: nn.Layer, optimizer: Any, segment_size: Any, exclude_layer: Any) -> None:
+    """Check arguments that Paddle's stage 3 would train differently from one process."""
+    if hasattr(optimizer, "update_slice"):
+        _checks.bad_value(_NAME, "optimizer", "one that was not sharded before", "the optimizer of another model")
+    _checks.integer(_NAME, "segment_size", segment_size, 0)
+    if exclude_layer is not None:
+        for each in _checks.listed(_NAME, "exclude_layer", exclude_layer, "a list of names of classes or ids of layers"):
+            _checks.instance(_NAME, "exclude_layer", each, (str, int), "a list of names of classes or ids of layers")
+    inner = innermost_of(optimizer)
+    if not isinstance(inner._grad_clip, (type(None), *_ELEMENTWISE_CLIPS)):  # its norms would be those of parts
+        expected = "clipping by the global norm or by value, or none, with level='p_g_os'"
+        _checks.bad_value(_NAME, "grad_clip of the optimizer", expected, type(inner._grad_clip).__name__)
+    if isinstance(inner, _OF_WHOLE_PARAMETERS):
+        expected = "one that updates each element alone, with level='p_g_os'"
+        _checks.bad_value(_NAME, "optimizer", expected, type(inner).__name__)
+    listed = {each.name for each in optimizer._parameter_list}
+    names = {each.name: name for name, each in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.name not in listed and not parameter.stop_gradient and not is_expert_parameter(parameter):
+            expected = "all trained parameters of the model, since Paddle's stage 3 trains all"
+            _checks.bad_value(_NAME, "parameters of the optimizer", expected, f"ones without {name!r}")
+    for each in optimizer._parameter_list:
+        if each.name not in names:
+            expected = "parameters of the model, with level='p_g_os'"
+            _checks.bad_value(_NAME, "parameters of the optimizer", expected, f"{each.name!r} of another layer")
 
 
 def _check_scaler(scaler: Any, everyone: Group) -> None:
@@ -195,14 +239,6 @@ def _check_scaler(scaler: Any, everyone: Group) -> None:
         _checks.bad_type(_NAME, "scaler", expected, f"{kind.__module__}.{kind.__name__}")
     if scaler._group.ranks != everyone.ranks:
         _checks.bad_value(_NAME, "the group of scaler", f"all ranks {everyone.ranks}", f"ranks {scaler._group.ranks}")
-
-
-def _counted(optimizer: _Optimizer, dp_group: Any, everyone: Group) -> frozenset[str]:
-    """Return the names of the parameters that this rank counts in the norm of gradients."""
-    found = {each.name for each in optimizer.experts if _is_first(copies_of(each, everyone))}
-    if dp_group is None or _is_first(dp_group):
-        found |= {name for name, rank in optimizer.param2rank.items() if rank == optimizer._rank}
-    return frozenset(found)
 
 
 def _is_first(group: Group | None) -> bool:

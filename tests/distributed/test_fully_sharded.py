@@ -1,0 +1,258 @@
+# Copyright 2026 The paddle_moe_ops authors
+# SPDX-License-Identifier: Apache-2.0
+"""Sharding of stage 3 with experts on several ranks trains as one process does.
+
+The device of the tests aligns parts to 128 elements, so parameters have parts of different sizes, and some ranks have
+padding alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+from numpy.typing import NDArray
+from paddle import nn
+from paddle.distributed.fleet.utils import mix_precision_utils
+
+from paddle_moe_ops.expert_parallel import gather_state_dict, group_sharded_parallel
+
+from .fleet_models import Whole, mean_square, parts
+from .problems import on_this_device
+from .processes import run
+from .test_expert_parallel_layer import HIDDEN, arrays
+from .test_group_sharded import GROUPS_OF_FOUR, TURNS, data_of, new_groups
+
+pytestmark = pytest.mark.cpu_only
+
+STEPS, CLIP, SEGMENT = 3, 0.1, 40  # weights of dense layers and shared experts have parts, routers and biases none
+RANKS_OF_TOKENS = 4  # data of as many ranks, of which the last ones are left out between two
+
+
+class Program:
+    """A program that trains on all tokens in one process, or on those of this rank.
+
+    Args:
+        ranks: that share the tokens.
+        groups: those of experts, of states and of copies of these, see `new_groups`; None in one process.
+    """
+
+    kind, learning_rate = "plain", 0.02
+    options: dict[str, Any] = {"segment_size": SEGMENT}
+    tolerances = {"rtol": 1e-6, "atol": 3e-7}
+
+    def __init__(self, ranks: int, groups: dict[str, Any] | None) -> None:
+        self.ranks, self.groups = ranks, groups
+        paddle.seed(7)
+        self.net = self.made(None if groups is None else new_groups(groups.get("experts", ())))
+        self.change()
+
+    def made(self, group: Any) -> nn.Layer:
+        return Whole(parts(group, self.kind))
+
+    def change(self) -> None:
+        """Change the model before it is sharded."""
+
+    def optimizer(self) -> Any:
+        clip = nn.ClipGradByGlobalNorm(CLIP)
+        return paddle.optimizer.AdamW(self.learning_rate, parameters=self.net.parameters(), grad_clip=clip, epsilon=1e-2)
+
+    def between(self) -> None:
+        """Run between the backward pass and the step."""
+
+    def batch(self, step: int, rank: int, turn: int) -> Any:
+        return data_of(step, RANKS_OF_TOKENS, rank, turn)
+
+    def start(self) -> None:
+        self.model, self.trainer = self.net, self.optimizer()
+        if self.groups is None:
+            return
+        groups = {name: new_groups(each) for name, each in self.groups.items() if name != "experts"}
+        self.model, self.trainer, _ = group_sharded_parallel(
+            self.net, self.trainer, "p_g_os", **groups, **self.options
+        )
+
+    def train(self) -> list[float]:
+        """The losses of the steps; their mean over ranks is that of one process."""
+        losses, of_rank = [], range(self.ranks) if self.groups is None else (dist.get_rank(),)
+        for step in range(STEPS):
+            self.trainer.clear_grad()
+            losses.append(0.0)
+            for rank in of_rank:
+                for turn in range(TURNS):
+                    x, y = self.batch(step, rank, turn)
+                    loss = mean_square(self.model(x), y) / (TURNS * len(of_rank))
+                    loss.backward()
+                    losses[-1] += float(loss)
+            self.between()
+            self.trainer.step()
+        return losses
+
+    def results(self) -> dict[str, NDArray]:
+        if self.groups is None:
+            return arrays(self.net.state_dict())
+        self.model.get_all_parameters(with_freeze_param=True)
+        return {name: each.astype("float32").numpy() for name, each in gather_state_dict(self.model).items()}
+
+
+class Recomputed(Program):
+    """Experts, their router and shared experts run again in the backward pass."""
+
+    kind = "recomputed"
+
+
+class Tied(Program):
+    """Two dense layers with one weight."""
+
+    def change(self) -> None:
+        first, last = self.net.calls[0][0], self.net.calls[-1]
+        last.weight = first.weight
+
+
+class Frozen(Program):
+    """Frozen parameters: with parts, without, and of experts."""
+
+    def change(self) -> None:
+        first, second = self.net.calls[1:3]
+        for each in (first.dense.weight, first.moe.experts.down, second.moe.router.weight, second.moe.shared.down):
+            each.stop_gradient = True
+
+
+class Evaluated(Tied):
+    """A pass without gradients before each step."""
+
+    def between(self) -> None:
+        self.model.eval()
+        with paddle.no_grad():
+            self.model(self.batch(100, 0 if self.groups is None else dist.get_rank(), 0)[0])
+        self.model.train()
+
+
+class Unused(Program):
+    """A layer that no pass uses, and one that only some passes use."""
+
+    def change(self) -> None:
+        self.net.unused = nn.Linear(HIDDEN, HIDDEN)
+        self.net.calls.append(Skipped())
+        self.net.skipped = self.net.calls[-1]
+
+
+class Skipped(nn.Layer):
+    """A dense layer that every second pass runs, of a weight that has no parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.count = nn.Linear(HIDDEN, 4), 0
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        self.count += 1
+        return x + self.dense(x).sum() * 0.1 if self.count % 2 else x
+
+
+class Synchronous(Program):
+    """Parts of all dense parameters, which are gathered when a layer runs."""
+
+    options = {"segment_size": 0, "sync_comm": True}
+
+
+class InWhole(Program):
+    """Dense parameters without parts."""
+
+    options: dict[str, Any] = {}
+
+
+class Excluded(Program):
+    """Dense layers without parts, by the name of their class."""
+
+    options = {"segment_size": SEGMENT, "exclude_layer": ["Linear"]}
+
+
+class Settings(Program):
+    """Rates and decay by name, and clipping that leaves out parameters."""
+
+    def change(self) -> None:
+        first, second = self.net.calls[1:3]
+        first.dense.weight.optimize_attr["learning_rate"] = 3.0
+        for each in (first.dense.weight, second.moe.shared.down, second.moe.router.weight, first.moe.experts.down):
+            each.need_clip = False
+
+    def optimizer(self) -> Any:
+        names = {each.name: name for name, each in self.net.named_parameters()}
+        return paddle.optimizer.AdamW(
+            *(self.learning_rate,),
+            parameters=self.net.parameters(),
+            grad_clip=nn.ClipGradByGlobalNorm(CLIP),
+            epsilon=1e-2,
+            weight_decay=0.5,
+            apply_decay_param_fun=lambda name: names[name] in ("0.0.weight", "1.moe.experts.down"),
+            lr_ratio=lambda each: 0.5 if names[each.name] == "2.dense.weight" else 1.0,
+        )
+
+
+class MainGradients(Program):
+    """Gradients in ``main_grad``."""
+
+    def start(self) -> None:
+        self.mixed = mix_precision_utils.MixPrecisionLayer(self.net, dtype="bfloat16")
+        super().start()
+
+    def optimizer(self) -> Any:
+        return mix_precision_utils.MixPrecisionOptimizer(super().optimizer())
+
+
+class MasterWeights(Program):
+    """Experts, routers and shared experts in bfloat16."""
+
+    kind = "narrow"
+    tolerances = {"rtol": 0, "atol": 1e-2}
+
+    def optimizer(self) -> Any:
+        made = super().optimizer()
+        made._multi_precision = True
+        return made
+
+
+PROGRAMS = {
+    each.__name__: each
+    for each in (
+        *(Program, Recomputed, Tied, Frozen, Evaluated, Unused, Synchronous, InWhole, Excluded, Settings),
+        *(MainGradients, MasterWeights),
+    )
+}
+
+
+def trained(name: str, groups: dict[str, Any]) -> tuple[dict[str, NDArray], list[float], dict[str, NDArray]]:
+    """The whole state before, the losses, and the whole state after."""
+    with on_this_device():
+        program = PROGRAMS[name](dist.get_world_size(), groups)
+        start = {key: each.astype("float32").numpy() for key, each in gather_state_dict(program.net).items()}
+        program.start()
+        return start, program.train(), program.results()
+
+
+def check(name: str, ranks: int, **groups: Any) -> None:
+    got = run(trained, ranks, "stub", name=name, groups=groups)
+    start, _, end = got[0]
+    alone = PROGRAMS[name](ranks, None)
+    for key, each in alone.net.state_dict().items():
+        each.set_value(paddle.to_tensor(start[key]).astype(each.dtype))
+    alone.start()
+    losses, expected = alone.train(), alone.results()
+    np.testing.assert_allclose(np.mean([each for _, each, _ in got], 0), losses, rtol=1e-4 if name == "MasterWeights" else 1e-6)
+    for _, _, found in got:
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            value = value.astype(np.float32) if value.dtype != np.uint16 else paddle.to_tensor(value.view(np.uint16)).numpy()
+            np.testing.assert_array_equal(found[key], end[key], err_msg=key)
+            np.testing.assert_allclose(found[key], value, err_msg=key, **PROGRAMS[name].tolerances)
+    worst = max(float(np.abs(end[key] - expected[key].astype(np.float32)).max()) for key in expected)
+    print(name, "largest difference", worst)
+    assert any(np.abs(end[key] - start[key]).max() > 1e-3 for key in start if "experts" in key)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_train_as_in_one_process(name):
+    check(name, 2)
