@@ -71,6 +71,12 @@ def _without_experts(model: nn.Layer, experts: Sequence[Tensor]) -> Iterator[Non
             layer._parameters.update(parameters)
 
 
+def _in_structure(hook: Any, layer: nn.Layer, inputs: Any, outputs: Any) -> Any:
+    """Run Paddle's hook, which returns a tuple of tensors, or the only one, and none of other structures."""
+    made = hook(layer, inputs, tuple(paddle.utils.flatten(outputs)))
+    return paddle.utils.pack_sequence_as(outputs, list(made) if isinstance(made, tuple) else [made])
+
+
 class FullyShardedModel(GroupShardedStage3):
     """Paddle's model of stage 3, which gathers a dense layer before it runs and reduces its gradients.
 
@@ -241,6 +247,12 @@ class FullyShardedModel(GroupShardedStage3):
         self._used.clear()
         self._list_parameters()
         self._optim.update_scaler = None
+
+    def _register_forward_all_hooks(self, sub_layer: nn.Layer, task_flow: Any) -> None:
+        super()._register_forward_all_hooks(sub_layer, task_flow)
+        hooks = sub_layer._forward_post_hooks
+        last = next(reversed(hooks))
+        hooks[last] = functools.partial(_in_structure, hooks[last])
 
     def _redefine_opt_step(self) -> None:
         step = self._optim.step
