@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import paddle
 from paddle import Tensor, nn
@@ -95,19 +95,19 @@ class FullyShardedModel(GroupShardedStage3):
             super().__init__(model, optimizer, **options)
             self._names = {each.name: name for name, each in model.named_parameters()}
             self._dense = [(each, each.stop_gradient) for each in model.parameters()]
-        self._experts, self._used = list(experts), set[str]()
+        self._experts, self._used = list(experts), set[str]()  # names with a gradient
         self._sliced = {each.name: each for layer in self._trainable_params.values() for each in layer}
         self._whole = sorted(self._unslice_params, key=lambda each: each.name)  # as in Paddle's buffers
         for each in self._sliced.values():
             each.find_slice = functools.partial(self._slice_of, each)
             self._optim._master_weights.pop(_PREFIX + each.name, None)  # created by the first step
         for each in self._whole:
-            each._register_backward_hook(functools.partial(self._note, each.name))
             self._optim._master_weights.pop(each.name, None)
+        for each, is_frozen in self._dense:
+            if not is_frozen:
+                each._register_backward_hook(functools.partial(self._note, each.name))
         # As parameters of the optimizer. A pass clears their values.
-        self._parts = {
-            name: self._part_of(each) for name, each in self._sliced.items() if not each.stop_gradient
-        }
+        self._parts = {name: self._part_of(each) for name, each in self._sliced.items() if not each.stop_gradient}
         self._list_parameters()
         self._restore_names()
         layout = [f"{self._names[each.name]} {each.shape}" for each in (*self._sliced.values(), *self._whole)]
@@ -140,8 +140,8 @@ class FullyShardedModel(GroupShardedStage3):
         expected = "called before group_sharded_parallel; load_checkpoint loads after it"
         _checks.bad_value(_NAME, "set_state_dict", expected, "a call after it")
 
-    def get_all_parameters(self, convert2cpu: bool = False, with_freeze_param: bool = False) -> None:
-        """Gather the parameters on all ranks, until the next step."""
+    def get_all_parameters(self, convert2cpu: bool = False, with_freeze_param: bool = True) -> None:
+        """Gather the parameters on all ranks, until the next backward pass."""
         with _without_experts(self._layer, self._experts):
             super().get_all_parameters(convert2cpu, with_freeze_param)
         self._list_parameters()
@@ -209,10 +209,13 @@ class FullyShardedModel(GroupShardedStage3):
             if each.stop_gradient:
                 continue
             self._parts[each.name] = made = self._part_of(each)
+            gradient = each.bw_storage
+            if gradient is None and each.name in self._used:  # zeros, as clear_grad() leaves in one process
+                gradient = paddle.zeros_like(made, "float32" if self.use_main_grad else made.dtype)
             if self.use_main_grad:
-                made.main_grad = each.bw_storage
-            elif each.bw_storage is not None:
-                made._copy_gradient_from(each.bw_storage)
+                made.main_grad = gradient
+            elif gradient is not None:
+                made._copy_gradient_from(gradient)
         groups = [self._group] if self._dp_group is None else [self._group, self._dp_group]
         for storage in self._grad_storages.values():
             for group in groups:
@@ -229,7 +232,7 @@ class FullyShardedModel(GroupShardedStage3):
             paddle.distributed.all_reduce(found, paddle.distributed.ReduceOp.MAX, group=group)
         return {each.name for each, is_used in zip(self._whole, found.tolist(), strict=True) if not is_used}
 
-    def _clear_gradients(self) -> None:
+    def _clear_gradients(self, set_to_zero: bool = True) -> None:
         for each in self._sliced.values():
             each.bw_storage = None
         for part in self._parts.values():
@@ -240,11 +243,14 @@ class FullyShardedModel(GroupShardedStage3):
         for storage in self._grad_storages.values():
             storage.buffer.zero_()
         for each in self._experts:
-            if getattr(each, "main_grad", None) is not None:
+            if getattr(each, "main_grad", None) is None:
+                each.clear_gradient(set_to_zero)
+            elif set_to_zero:
                 each.main_grad.zero_()
-            elif each.grad is not None:
-                each.clear_gradient()
-        self._used.clear()
+            else:
+                each.main_grad = None
+        if not set_to_zero:
+            self._used.clear()
         self._list_parameters()
         self._optim.update_scaler = None
 
@@ -256,7 +262,9 @@ class FullyShardedModel(GroupShardedStage3):
 
     def _redefine_opt_step(self) -> None:
         step = self._optim.step
-        super()._redefine_opt_step()
+
+        def minimize(*_: Any, **__: Any) -> NoReturn:
+            raise RuntimeError(f"{_NAME}: minimize() is not supported with level='p_g_os'; call step()")
 
         def step_with_experts() -> None:
             if not self._optim.update_scaler:  # a scaler calls it before it divides the gradients
@@ -265,11 +273,11 @@ class FullyShardedModel(GroupShardedStage3):
             step()
             self._optim.update_scaler = None
 
-        self._optim.step = step_with_experts
+        self._optim.step, self._optim.minimize = step_with_experts, minimize
 
     def _redefine_opt_clear(self) -> None:
         def clear(set_to_zero: bool = True) -> None:
-            self._clear_gradients()
+            self._clear_gradients(set_to_zero)
 
         for name in _CLEARING:
             if hasattr(self._optim, name):

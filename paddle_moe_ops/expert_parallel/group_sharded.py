@@ -210,8 +210,10 @@ def _check_stage_3(model: nn.Layer, optimizer: Any, segment_size: Any, exclude_l
         _checks.bad_value(_NAME, "optimizer", "one that was not sharded before", "the optimizer of another model")
     _checks.integer(_NAME, "segment_size", segment_size, 0)
     if exclude_layer is not None:
-        for each in _checks.listed(_NAME, "exclude_layer", exclude_layer, "a list of names of classes or ids of layers"):
-            _checks.instance(_NAME, "exclude_layer", each, (str, int), "a list of names of classes or ids of layers")
+        expected = "a list of names of classes or ids of layers"
+        for each in _checks.listed(_NAME, "exclude_layer", exclude_layer, expected):
+            if not isinstance(each, (str, int)):
+                _checks.bad_type(_NAME, "exclude_layer", expected, f"one with a {type(each).__name__}")
     inner = innermost_of(optimizer)
     if not isinstance(inner._grad_clip, (type(None), *_ELEMENTWISE_CLIPS)):  # its norms would be those of parts
         expected = "clipping by the global norm or by value, or none, with level='p_g_os'"

@@ -204,7 +204,7 @@ def check(tmp_path: Any, ranks: int, clips: bool = True, level: str = "os_g", **
         found = contents(paths[path])
         assert found.keys() == wanted.keys()
         for name, value in wanted.items():
-            print(path, name, np.abs(found[name]-value).max())
+            print(path, name, np.abs(found[name] - value).max())
             np.testing.assert_allclose(found[name], value, err_msg=name, **tolerances)
     start = contents(paths["first"])
     assert all(np.abs(wanted[name] - start[name]).max() > 1e-3 for name in start if "experts" in name)
@@ -219,7 +219,13 @@ def test_two_ranks_train_as_one_process(level, tmp_path):
 @pytest.mark.parametrize("has_copies", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
 def test_copies_of_experts_and_of_states(has_copies, level, tmp_path):
-    check(tmp_path, 4, clips=False, level=level, **(GROUPS_OF_FOUR if has_copies else {"experts": GROUPS_OF_FOUR["experts"]}))
+    check(
+        tmp_path,
+        4,
+        clips=False,
+        level=level,
+        **(GROUPS_OF_FOUR if has_copies else {"experts": GROUPS_OF_FOUR["experts"]}),
+    )
 
 
 def overflow(optimizer: Any, step: int) -> None:
