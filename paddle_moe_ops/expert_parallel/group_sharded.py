@@ -1,6 +1,6 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sharding of stage 2 for models with expert parallelism: Paddle's for dense parameters, none for experts."""
+"""Sharding of stages 2 and 3 for models with expert parallelism: Paddle's for dense parameters, none for experts."""
 
 from __future__ import annotations
 
@@ -100,35 +100,44 @@ def group_sharded_parallel(
     dp_group: Any = None,
     exclude_layer: Any = None,
 ) -> tuple[nn.Layer, Any, Any]:
-    """Shard gradients and optimizer states of dense parameters, as ``paddle.distributed.sharding`` does.
+    """Shard states, gradients and values of dense parameters, as ``paddle.distributed.sharding`` does.
 
     All ranks call it. Experts are not sharded further: a rank keeps the gradients and states of its experts. ``step()``
     adds up the gradients of copies of the same experts, as `average_gradients` does. The losses are those of one
     process, and clipping by the global norm counts each expert once. The ranks of ``group`` and ``dp_group`` are all
     ranks. Paddle needs a GPU or a custom device. `save_checkpoint` and `load_checkpoint` accept both results.
 
+    In stage 3 a rank has a part of each dense parameter above ``segment_size`` elements. Ranks gather the values of a
+    layer while the one before it runs, in both passes, and free them afterwards. A dense layer with such parameters
+    must be called, not only read. The result is the given optimizer, whose ``step`` and ``clear_grad`` are replaced.
+    ``model.get_all_parameters()`` gathers all values until the next backward pass.
+
     Args:
         model: has layers of experts on any ranks, see `mark_expert_parameters`.
         optimizer: of `paddle.optimizer`, with a list of parameters, or Fleet's ``MixPrecisionOptimizer`` of one.
-        level: "os" or "os_g", which are the same in Paddle: stage 2. "p_g_os" (stage 3) is refused.
+        level: "os" or "os_g", which are the same in Paddle: stage 2. "p_g_os": stage 3.
         scaler: a `GradScaler` of this package over all ranks; None: there is none.
         group: the ranks that share gradients and states; None: all ranks.
         offload: must be False. Paddle's offload updates one buffer of dense parameters in place of the list, so experts
             would not change.
         sync_buffers: see Paddle.
-        buffer_max_size: see Paddle. 0: no buckets, so a backward pass may leave out parameters.
-        segment_size: of stage 3, without effect.
-        sync_comm: of stage 3, without effect.
+        buffer_max_size: of stage 2, see Paddle. 0: no buckets, so a backward pass may leave out parameters.
+        segment_size: of stage 3: the most elements of a dense parameter that all ranks keep.
+        sync_comm: of stage 3: whether a layer is gathered when it runs, not while the one before it runs.
         dp_group: the ranks with the same part of the states, or None.
-        exclude_layer: of stage 3, without effect.
+        exclude_layer: of stage 3: a list of names of classes, and ids of layers, whose parameters all ranks keep.
 
     Returns:
         the model and the optimizer that take the place of both, and the scaler.
 
     Raises:
-        TypeError: the model is not a layer, the optimizer has no list of parameters, or the scaler is another one.
-        ValueError: another level; offload; groups, or a scaler's group, that are not all ranks. The model and the
-            optimizer raise it if a backward pass computed no gradient of a parameter that has a bucket.
+        TypeError: the model is not a layer, the optimizer has no list of parameters, the scaler is another one, or an
+            argument of stage 3 has another type.
+        ValueError: another level; offload; groups, or a scaler's group, that are not all ranks. In stage 3: the
+            optimizer's parameters are not those of the model, it or its clipping needs whole parameters, or it was
+            sharded before; on every rank, if dense parameters differ. Later the model and the optimizer raise it if a
+            dense parameter was frozen or unfrozen; in stage 2 if a backward pass computed no gradient of a parameter
+            that has a bucket; in stage 3 if values were set, or are read while they are divided.
         RuntimeError: another rank raised one of these.
 
     Examples:

@@ -383,7 +383,7 @@ def refused() -> list[str]:
 
 def of_the_guide() -> list[str]:
     with stage_2_on_a_cpu():
-        return code_of_guide("Stage 2")
+        return code_of_guide("Stages 2 and 3")
 
 
 def test_the_guides_program_runs():
