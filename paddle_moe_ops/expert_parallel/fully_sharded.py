@@ -6,13 +6,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import paddle
 from paddle import Tensor, nn
 from paddle.distributed.communication.group import Group
-from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import GroupShardedStage3, _TensorWrapper
+from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import (
+    GroupShardedStage3,
+    _allgather_buffer,
+    _TensorWrapper,
+)
 
 from .. import _checks
 from .agreement import agree
@@ -23,6 +28,7 @@ __all__ = ["FullyShardedModel", "Slice", "innermost_of", "slice_of"]
 _NAME = "group_sharded_parallel"
 _PREFIX = "slice@"  # Paddle's, of the names of slices
 _CLEARING = "clear_grad", "clear_gradients", "zero_grad"  # names of one method
+_models: weakref.WeakSet[FullyShardedModel] = weakref.WeakSet()  # attributes of parameters would be copied with them
 
 
 class Slice(NamedTuple):
@@ -50,8 +56,10 @@ def innermost_of(optimizer: Any) -> Any:
 
 def slice_of(parameter: Tensor) -> Slice | None:
     """Return this rank's part of a parameter, and free the others' if they are here; None for a whole parameter."""
-    find = getattr(parameter, "find_slice", None)
-    return None if find is None else find()
+    for each in _models:
+        if each._sliced.get(parameter.name) is parameter:
+            return each._slice_of(parameter)
+    return None
 
 
 @contextlib.contextmanager
@@ -99,7 +107,6 @@ class FullyShardedModel(GroupShardedStage3):
         self._sliced = {each.name: each for layer in self._trainable_params.values() for each in layer}
         self._whole = sorted(self._unslice_params, key=lambda each: each.name)  # as in Paddle's buffers
         for each in self._sliced.values():
-            each.find_slice = functools.partial(self._slice_of, each)
             self._optim._master_weights.pop(_PREFIX + each.name, None)  # created by the first step
         for each in self._whole:
             self._optim._master_weights.pop(each.name, None)
@@ -110,6 +117,7 @@ class FullyShardedModel(GroupShardedStage3):
         self._parts = {name: self._part_of(each) for name, each in self._sliced.items() if not each.stop_gradient}
         self._list_parameters()
         self._restore_names()
+        _models.add(self)
         layout = [f"{self._names[each.name]} {each.shape}" for each in (*self._sliced.values(), *self._whole)]
         agree(_NAME, everyone, {"dense parameters in the order of their .name": layout})
 
@@ -140,11 +148,16 @@ class FullyShardedModel(GroupShardedStage3):
         expected = "called before group_sharded_parallel; load_checkpoint loads after it"
         _checks.bad_value(_NAME, "set_state_dict", expected, "a call after it")
 
+    @paddle.no_grad()
     def get_all_parameters(self, convert2cpu: bool = False, with_freeze_param: bool = True) -> None:
         """Gather the parameters on all ranks, until the next backward pass."""
-        with _without_experts(self._layer, self._experts):
-            super().get_all_parameters(convert2cpu, with_freeze_param)
-        self._list_parameters()
+        wanted = [each for each in self._sliced.values() if with_freeze_param or not each.stop_gradient]
+        for each in wanted:
+            self._slice_of(each)
+        sizes, flow = self._param2buffer_size, self._task_flow
+        _allgather_buffer(wanted, self._group, sizes, True, flow, sync_wait=True, convert2cpu=convert2cpu)
+        for each in wanted if convert2cpu else ():
+            flow.full_param.pop(each.name)[0]._share_buffer_to(each)
 
     def _note(self, name: str, *_: Any) -> None:
         self._used.add(name)
@@ -205,7 +218,6 @@ class FullyShardedModel(GroupShardedStage3):
         self._check_parameters()
         for each in self._sliced.values():
             self._slice_of(each)
-            self._task_flow.full_grad.pop(each.name, None)  # zeros of a pass without a gradient
             if each.stop_gradient:
                 continue
             self._parts[each.name] = made = self._part_of(each)
@@ -238,7 +250,7 @@ class FullyShardedModel(GroupShardedStage3):
         for part in self._parts.values():
             if self.use_main_grad:
                 part.main_grad = None
-            else:
+            elif part.grad is not None:
                 part.clear_gradient(False)
         for storage in self._grad_storages.values():
             storage.buffer.zero_()

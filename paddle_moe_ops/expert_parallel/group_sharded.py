@@ -11,6 +11,7 @@ from paddle import Tensor, nn
 from paddle.distributed.communication.group import Group
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2 import GroupShardedOptimizerStage2
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage2 import GroupShardedStage2
+from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import GroupShardedStage3
 from paddle.incubate.distributed.models.moe import ClipGradForMOEByGlobalNorm
 
 from .. import _checks
@@ -215,6 +216,9 @@ def _stage_2(
 
 def _check_stage_3(model: nn.Layer, optimizer: Any, segment_size: Any, exclude_layer: Any) -> None:
     """Check arguments that Paddle's stage 3 would train differently from one process."""
+    if not hasattr(GroupShardedStage3, "init_slice_param"):
+        expected = "'os_g' under Paddle 3.2, whose stage 3 has no layers with several outputs, such as routers"
+        _checks.bad_value(_NAME, "level", expected, repr(_STAGE_3))
     if hasattr(optimizer, "update_slice"):
         _checks.bad_value(_NAME, "optimizer", "one that was not sharded before", "the optimizer of another model")
     _checks.integer(_NAME, "segment_size", segment_size, 0)

@@ -11,6 +11,7 @@ import paddle
 import paddle.distributed as dist
 import pytest
 from paddle import nn
+from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import GroupShardedStage3
 
 from paddle_moe_ops.expert_parallel import (
     gather_optimizer_state_dict,
@@ -80,7 +81,7 @@ def test_master_weights_are_saved_and_loaded(tmp_path):
 
 
 def loaded_alone(path: str) -> list[bool]:
-    """Whether a step after a load of the model alone begins with the values that were loaded."""
+    """True for each tensor of which a step begins with the values of a load without the optimizer."""
     with on_this_device():
         model, optimizer, _ = sharded(masters, "narrow")
         model.get_all_parameters()
@@ -157,6 +158,26 @@ def test_states_that_are_not_whole_are_refused():
         ]
 
 
+def after_a_skipped_step() -> list[bool]:
+    """True for each tensor that a step changes after a scaler has skipped one."""
+    with on_this_device():
+        model, optimizer, _ = sharded()
+        optimizer.update_slice()  # as a `GradScaler` does before it decides
+        optimizer.update_scaler = True
+        optimizer.clear_grad()
+        model.get_all_parameters()
+        start = gather_state_dict(model, to_cpu=True)
+        step(model, optimizer)
+        model.get_all_parameters()
+        end = gather_state_dict(model, to_cpu=True)
+    return [not np.array_equal(start[name], end[name]) for name in start if "correction_bias" not in name]
+
+
+def test_a_step_without_a_scaler_follows_one_that_was_skipped():
+    for changed in run(after_a_skipped_step, 2, "stub"):
+        assert all(changed)
+
+
 def freezing() -> list[str]:
     """Errors of the pass and of the step after dense parameters changed, and none for experts."""
     texts = []
@@ -203,7 +224,10 @@ def refused() -> list[str]:
     ]
     with on_this_device():
         _, optimizer, net = sharded()
-    return [*texts, told(optimizer)]
+    texts.append(told(optimizer))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(GroupShardedStage3, "init_slice_param")
+        return [*texts, told()]
 
 
 def test_arguments_are_named():
@@ -227,6 +251,10 @@ def test_arguments_are_named():
         assert texts[8] == (
             f"ValueError: {NAME}: optimizer must be one that was not sharded before, but got the optimizer of another "
             "model"
+        )
+        assert texts[9] == (
+            f"ValueError: {NAME}: level must be 'os_g' under Paddle 3.2, whose stage 3 has no layers with several "
+            "outputs, such as routers, but got 'p_g_os'"
         )
 
 

@@ -11,6 +11,7 @@ import contextlib
 import types
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import paddle
@@ -32,6 +33,7 @@ from paddle_moe_ops.expert_parallel import (
     load_checkpoint,
     save_checkpoint,
 )
+from paddle_moe_ops.expert_parallel.fully_sharded import FullyShardedModel
 
 from .fleet_grids import unscaled
 from .fleet_models import ROWS, Whole, mean_square, parts
@@ -273,6 +275,8 @@ def scaled(
     with device_of(level), pytest.MonkeyPatch.context() as patch:
         if level == "p_g_os":
             patch.setattr(paddle._legacy_C_ops, "check_finite_and_unscale", unscaled)
+            complete = mock.Mock(side_effect=FullyShardedModel._update_params_slice)
+            patch.setattr(FullyShardedModel, "_update_params_slice", lambda model: complete(model))
         copies = new_groups(dp_group) if dp_group else None
         scaler = GradScaler(init_loss_scaling=SCALE, incr_every_n_steps=2)
         options = {"group": new_groups(group), "dp_group": copies, "segment_size": SEGMENT}
@@ -294,6 +298,8 @@ def scaled(
             scaler.update()
             optimizer.clear_grad()
             scales.append(scaler.state_dict()["scale"].item())
+        if level == "p_g_os":
+            assert complete.call_count == len(steps)  # gradients are complete once in a step
         save_checkpoint(save, model, optimizer)
     return losses, scales, scaler.state_dict()
 
