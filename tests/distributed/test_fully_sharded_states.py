@@ -12,6 +12,7 @@ import paddle.distributed as dist
 import pytest
 from paddle import nn
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import GroupShardedStage3
+from paddle.distributed.fleet.utils import mix_precision_utils
 
 from paddle_moe_ops.expert_parallel import (
     gather_optimizer_state_dict,
@@ -55,13 +56,18 @@ def masters(net: nn.Layer) -> Any:
     return MasterSGD(0.3, parameters=net.parameters(), multi_precision=True)
 
 
-def saved(first: str, second: str) -> None:
-    """Save a model in bfloat16 after a step; another one loads it and saves it again."""
+def main_gradients(net: nn.Layer) -> Any:
+    mix_precision_utils.MixPrecisionLayer(net, dtype="bfloat16")
+    return mix_precision_utils.MixPrecisionOptimizer(optimizer_of(net))
+
+
+def saved(first: str, second: str, optimizer_of: Any = masters, kind: str = "narrow") -> None:
+    """Save a model after a step; another one loads it and saves it again."""
     with on_this_device():
-        model, optimizer, _ = sharded(masters, "narrow")
+        model, optimizer, _ = sharded(optimizer_of, kind)
         step(model, optimizer)
         save_checkpoint(first, model, optimizer)
-        model, optimizer, _ = sharded(masters, "narrow")
+        model, optimizer, _ = sharded(optimizer_of, kind)
         load_checkpoint(first, model, optimizer)
         save_checkpoint(second, model, optimizer)
 
@@ -78,6 +84,13 @@ def test_master_weights_are_saved_and_loaded(tmp_path):
     load_checkpoint(paths[0], net, optimizer)
     save_checkpoint(paths[2], net, optimizer)
     assert_equal(contents(paths[2]), found)
+
+
+def test_an_optimizer_of_main_gradients_loads_before_its_first_step(tmp_path):
+    first, second = (str(tmp_path / name) for name in ("first", "second"))
+    run(saved, 2, "stub", first=first, second=second, optimizer_of=main_gradients, kind="plain")
+    assert "0.0.weight.moment1_0" in contents(first)
+    assert_equal(contents(second), contents(first))
 
 
 def loaded_alone(path: str) -> list[bool]:
