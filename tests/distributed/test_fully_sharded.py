@@ -322,11 +322,9 @@ def check(name: str, ranks: int, **groups: Any) -> None:
 IN_CI = (
     "Recomputed",
     "Frozen",
-    "Evaluated",
     "Unused",
     "UnusedWithoutZeros",
     "Settings",
-    "MainGradients",
     "MasterWeights",
     "Gathered",
 )
