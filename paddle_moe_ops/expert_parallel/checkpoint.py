@@ -12,6 +12,7 @@ from paddle import Tensor, nn
 from paddle.distributed.communication.group import Group
 from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage2 import GroupShardedStage2
+from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import GroupShardedStage3
 from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
 
 from .. import _checks
@@ -200,8 +201,9 @@ def without_wrapper(function: str, layer: Any) -> nn.Layer:
         TypeError: it is not a layer; the message begins with the function's name.
     """
     _checks.instance(function, "layer", layer, nn.Layer, "a Layer")
-    while isinstance(layer, (paddle.DataParallel, MetaParallelBase, MixPrecisionLayer, GroupShardedStage2)):
-        layer = layer._layer if isinstance(layer, GroupShardedStage2) else layer._layers
+    sharded = GroupShardedStage2, GroupShardedStage3
+    while isinstance(layer, (paddle.DataParallel, MetaParallelBase, MixPrecisionLayer, *sharded)):
+        layer = layer._layer if isinstance(layer, sharded) else layer._layers
     return layer
 
 
@@ -250,6 +252,7 @@ def gather_state_dict(
         destination = destination_of(function, everyone, dst, to_cpu)
         layer = without_wrapper(function, layer)
         state = dict(layer.state_dict())
+        _check_gathered(function, state)
         marked = _marked(layer)
         label = "layer.state_dict()[{!r}]"
         shared_by = groups_of_experts(function, label, marked, everyone, is_given=group is not None)
@@ -330,6 +333,14 @@ def _check_keys(
             _checks.bad_value(function, "state", expected, f"{other!r}, which has the prefix {prefix!r}")
     of_what = "all experts of the layer" if missing else "tensors of the layer"
     _checks.bad_value(function, "state", f"one with {of_what}", f"one without {key!r}")
+
+
+def _check_gathered(function: str, state: Mapping[str, Tensor]) -> None:
+    """Raise for tensors that sharding of stage 3 has divided between ranks."""
+    for name, each in state.items():
+        if each.size and not each._is_initialized():
+            expected = "gathered by get_all_parameters() of the model on all ranks, or saved by save_checkpoint"
+            _checks.bad_value(function, f"layer.state_dict()[{name!r}]", expected, "divided between ranks")
 
 
 def _marked(layer: nn.Layer) -> dict[str, Tensor]:

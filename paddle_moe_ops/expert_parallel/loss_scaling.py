@@ -88,6 +88,9 @@ class GradScaler(paddle.amp.GradScaler):
             return
         if getattr(optimizer, "comm_overlap", False):  # other ranks may add to a gradient that is divided here
             _checks.bad_value(_NAME, "comm_overlap of the optimizer", "False with loss scaling", True)
+        if hasattr(optimizer, "update_slice"):  # sharding of stage 3 completes the gradients of its parts
+            optimizer.update_slice()
+            optimizer.update_scaler = True
         super()._unscale(optimizer)
         parameters = obtain_optimizer_parameters_list(optimizer)
         main = [each.main_grad for each in parameters if getattr(each, "main_grad", None) is not None]

@@ -225,7 +225,8 @@ def _state_of(function: str, optimizer: Any, instead: str) -> dict[str, Any]:
         _checks.bad_type(function, "optimizer", "an optimizer of paddle.optimizer", type(optimizer).__name__)
     each = optimizer
     while each is not None:
-        if isinstance(each, (DygraphShardingOptimizer, DygraphShardingOptimizerV2, GroupShardedOptimizerStage2)):
+        divides = DygraphShardingOptimizer, DygraphShardingOptimizerV2, GroupShardedOptimizerStage2
+        if isinstance(each, divides) or hasattr(each, "update_slice"):  # of stage 3
             expected = f"one that keeps whole states on every rank{instead}"
             _checks.bad_value(function, "optimizer", expected, type(each).__name__)
         each = getattr(each, "__dict__", {}).get("_inner_opt")

@@ -54,8 +54,7 @@ __all__ = [
 
 _MAKER = "paddle_moe_ops.expert_parallel.distributed_optimizer"
 _STAGE_1 = f"parameters that all its ranks have; make the optimizer with {_MAKER}"
-_STAGE_2 = "parameters that all its ranks have; use paddle_moe_ops.expert_parallel.group_sharded_parallel"
-_STAGE_3 = "parameters that all its ranks have; use stage 2 of paddle_moe_ops.expert_parallel.group_sharded_parallel"
+_STAGES_2_AND_3 = "parameters that all its ranks have; use paddle_moe_ops.expert_parallel.group_sharded_parallel"
 _guards: contextvars.ContextVar[bool] = contextvars.ContextVar("paddle_moe_ops_fleet_guard", default=True)
 _in_pieces: contextvars.ContextVar[bool] = contextvars.ContextVar("paddle_moe_ops_in_pieces", default=False)
 _SHARDING_COLOR = "moe_expert"  # the usual name in programs for Fleet
@@ -79,8 +78,8 @@ def set_fleet_guard() -> None:
     _check_first(DygraphShardingOptimizer, lambda optimizer, *_, **__: optimizer._parameter_list, _STAGE_1)
     _check_first(DygraphShardingOptimizerV2, _without_color, _STAGE_1)
     _check_first(HybridParallelOptimizer, _without_color, _STAGE_1)  # it may clip by another norm on each rank
-    _check_first(GroupShardedOptimizerStage2, lambda params, *_, **__: params, _STAGE_2)
-    _check_first(GroupShardedStage3, lambda layer, *_, **__: layer.parameters(), _STAGE_3)
+    _check_first(GroupShardedOptimizerStage2, lambda params, *_, **__: params, _STAGES_2_AND_3)
+    _check_first(GroupShardedStage3, lambda layer, *_, **__: layer.parameters(), _STAGES_2_AND_3)
 
 
 def _without_color(optimizer: Any, *_: Any, **__: Any) -> list[Tensor]:

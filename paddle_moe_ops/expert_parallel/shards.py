@@ -19,6 +19,7 @@ from paddle.optimizer.lr import LRScheduler
 
 from .. import _checks
 from .blocks import Block, blocks_of, whole_box
+from .fully_sharded import slice_of
 from .optimizers import Entry, entries_of, is_power
 from .parameters import pieces_of, sharded_state_in_pieces
 
@@ -50,6 +51,10 @@ def shards_of_model(layer: nn.Layer) -> dict[str, Shard]:
 
 
 def _shard_of(weight: ShardedWeight) -> Shard:
+    part = slice_of(weight.local_tensor)
+    if part is not None:
+        blocks = blocks_of(pieces_of(weight), tuple(weight.local_shape), (part.first, part.end))
+        return Shard(part.values, tuple(weight.global_shape), blocks)
     blocks = blocks_of(pieces_of(weight), weight.local_shape)
     return Shard(weight.local_tensor, tuple(weight.global_shape), blocks)
 
@@ -108,7 +113,11 @@ class OptimizerStates:
         self._weights = _weights_of(layer)
         self._keys: dict[str, str] = {}  # by .name; tied parameters have the states of the first key
         for key in sorted(self._weights):
-            self._keys.setdefault(self._weights[key].local_tensor.name, key)
+            parameter = self._weights[key].local_tensor
+            part = slice_of(parameter)
+            self._keys.setdefault(parameter.name if part is None else part.name, key)
+            if part is not None:
+                self._ranges[part.name] = (part.first, part.end)
         for name, view in _views_of(sharding):
             first, count = view._param_begin - view._index, view._param_end - view._param_begin
             end = min(first + count, view._param._numel())

@@ -1,8 +1,8 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sharding of stage 2 with experts on several ranks trains as one process does, and continues from checkpoints.
+"""Sharding of stages 2 and 3 with experts on several ranks trains as one process does, and continues from checkpoints.
 
-Paddle's class knows GPUs alone. On a CPU its buffers stay where they are.
+Paddle's class of stage 2 knows GPUs alone. On a CPU its buffers stay where they are.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import types
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import paddle
@@ -32,9 +33,12 @@ from paddle_moe_ops.expert_parallel import (
     load_checkpoint,
     save_checkpoint,
 )
+from paddle_moe_ops.expert_parallel.fully_sharded import FullyShardedModel
 
+from .fleet_grids import unscaled
 from .fleet_models import ROWS, Whole, mean_square, parts
 from .fleets import code_of_guide, scale_on_a_cpu
+from .problems import on_this_device
 from .processes import run
 from .restarts import assert_equal, contents
 from .test_expert_parallel_errors import caught
@@ -42,6 +46,8 @@ from .test_expert_parallel_layer import HIDDEN
 
 pytestmark = pytest.mark.cpu_only
 
+LEVELS = ("os_g", "p_g_os")
+SEGMENT = 40  # weights of dense layers and of shared experts have parts in stage 3, routers and biases none
 FIRST, THEN, TURNS, CLIP = range(2), range(2, 4), 2, 0.1
 WITHOUT_TOKENS = (1, 1)  # step and rank
 SCALE = 1024.0
@@ -64,6 +70,15 @@ def stage_2_on_a_cpu() -> Iterator[None]:
         patch.setattr(paddle, "get_device", lambda: "gpu:0")
         patch.setattr(paddle.Tensor, "cpu", lambda tensor: tensor.clone())  # whose memory is freed
         yield
+
+
+def backend_of(level: str) -> str | None:
+    """The processes that run Paddle's class of a level: that of stage 3 takes the device of the tests as it is."""
+    return "stub" if level == "p_g_os" else None
+
+
+def device_of(level: str) -> Any:
+    return on_this_device() if level == "p_g_os" else stage_2_on_a_cpu()
 
 
 def optimizer_of(net: nn.Layer, clip: Any = nn.ClipGradByGlobalNorm) -> Any:
@@ -127,6 +142,7 @@ def sharded(
     experts: Any = (),
     group: Any = (),
     dp_group: Any = (),
+    level: str = "os_g",
 ) -> tuple[list[float], int]:
     """The losses of all ranks, and the number of dense parameters whose states this rank has.
 
@@ -139,15 +155,15 @@ def sharded(
         experts: the groups that share experts; one of all ranks if empty.
         group: the groups that share states, likewise.
         dp_group: the groups with copies of these, or none.
+        level: of sharding.
     """
     ranks, rank, losses = dist.get_world_size(), dist.get_rank(), []
     paddle.seed(5 + rank)
     net = Whole(parts(new_groups(experts)))
-    with stage_2_on_a_cpu():
+    with device_of(level):
         copies = new_groups(dp_group) if dp_group else None
-        model, optimizer, _ = group_sharded_parallel(
-            net, optimizer_of(net, clip), "os_g", group=new_groups(group), dp_group=copies
-        )
+        options = {"group": new_groups(group), "dp_group": copies, "segment_size": SEGMENT}
+        model, optimizer, _ = group_sharded_parallel(net, optimizer_of(net, clip), level, **options)
         load_checkpoint(load, model, optimizer)
         if copy:
             save_checkpoint(copy, model, optimizer)
@@ -165,7 +181,7 @@ def sharded(
     return losses, len(own)
 
 
-def check(tmp_path: Any, ranks: int, clips: bool = True, **groups: Any) -> None:
+def check(tmp_path: Any, ranks: int, clips: bool = True, level: str = "os_g", **groups: Any) -> None:
     """Compare two parts of a run, of which each continues a checkpoint, with one process.
 
     Clipping hides a wrong factor of all gradients, so there are runs without it.
@@ -175,11 +191,13 @@ def check(tmp_path: Any, ranks: int, clips: bool = True, **groups: Any) -> None:
     paths = {name: str(tmp_path / name) for name in ("first", "half", "whole", "saved", "copied", "last", "end")}
     alone(range(0), ranks, save=paths["first"])
     expected = alone(range(THEN.stop), ranks, load=paths["first"], save=paths["whole"], clip=clip)
-    got = run(sharded, ranks, steps=FIRST, load=paths["first"], save=paths["saved"], clip=clip, **groups)
+    where = {"num_processes": ranks, "backend": backend_of(level), "level": level, **groups}
+    got = run(sharded, steps=FIRST, load=paths["first"], save=paths["saved"], clip=clip, **where)
     again = {"steps": THEN, "load": paths["saved"], "copy": paths["copied"], "save": paths["last"]}
-    again = run(sharded, ranks, clip=other, **again, **groups)
+    again = run(sharded, clip=other, **again, **where)
     losses = np.mean([each for each, _ in got], 0).tolist() + np.mean([each for each, _ in again], 0).tolist()
-    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    print("losses", np.abs(np.divide(losses, expected) - 1).max())
+    np.testing.assert_allclose(losses, expected, rtol=3e-6 if level == "p_g_os" else 1e-6)  # of another backend
     assert_equal(contents(paths["copied"]), contents(paths["saved"]))
     wanted = contents(paths["whole"])
     for path in ("last", "end"):
@@ -188,36 +206,55 @@ def check(tmp_path: Any, ranks: int, clips: bool = True, **groups: Any) -> None:
         found = contents(paths[path])
         assert found.keys() == wanted.keys()
         for name, value in wanted.items():
+            print(path, name, np.abs(found[name] - value).max())
             np.testing.assert_allclose(found[name], value, err_msg=name, **tolerances)
     start = contents(paths["first"])
     assert all(np.abs(wanted[name] - start[name]).max() > 1e-3 for name in start if "experts" in name)
 
 
-def test_two_ranks_train_as_one_process(tmp_path):
-    check(tmp_path, 2)
+@pytest.mark.parametrize("level", LEVELS)
+def test_two_ranks_train_as_one_process(level, tmp_path):
+    check(tmp_path, 2, level=level)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_copies", [False, True])
-def test_copies_of_experts_and_of_states(has_copies, tmp_path):
-    check(tmp_path, 4, clips=False, **(GROUPS_OF_FOUR if has_copies else {"experts": GROUPS_OF_FOUR["experts"]}))
+@pytest.mark.parametrize("level", LEVELS)
+def test_copies_of_experts_and_of_states(has_copies, level, tmp_path):
+    check(
+        tmp_path,
+        4,
+        clips=False,
+        level=level,
+        **(GROUPS_OF_FOUR if has_copies else {"experts": GROUPS_OF_FOUR["experts"]}),
+    )
 
 
 def overflow(optimizer: Any, step: int) -> None:
     """Set a gradient of one rank to infinity: of the last rank's experts, or of a dense layer that a rank updates."""
     own = [each for each in optimizer._parameter_list if each.grad is not None and each.grad._is_initialized()]
     experts = [each for each in own if is_expert_parameter(each)]
-    dense = [
-        each for each in own if not is_expert_parameter(each) and optimizer.param2rank[each.name] == optimizer._rank
-    ]
     if step == BAD_EXPERT and dist.get_rank() == dist.get_world_size() - 1:
         experts[0].grad[0, 0, 0] = float("inf")
-    if step == BAD_DENSE and dist.get_rank() == 0:
-        dense[0].grad.fill_(float("inf"))
+    if step != BAD_DENSE or dist.get_rank() != 0:
+        return
+    if hasattr(optimizer, "update_slice"):  # of stage 3
+        model = optimizer.update_slice.__self__
+        next(iter(model._sliced.values())).bw_storage.fill_(float("inf"))
+        return
+    ranks = optimizer.param2rank
+    next(each for each in own if ranks.get(each.name) == optimizer._rank).grad.fill_(float("inf"))
 
 
 def scaled(
-    steps: range, load: str, save: str, state: Any = None, experts: Any = (), group: Any = (), dp_group: Any = ()
+    steps: range,
+    load: str,
+    save: str,
+    level: str,
+    state: Any = None,
+    experts: Any = (),
+    group: Any = (),
+    dp_group: Any = (),
 ) -> tuple[list[float], list[float], Any]:
     """The losses, the scales after each step, and the state of the scaler; see `sharded` for the arguments.
 
@@ -225,6 +262,7 @@ def scaled(
         steps: of the run.
         load: the checkpoint to begin with.
         save: the checkpoint at the end.
+        level: of sharding.
         state: of the scaler, or None.
         experts: see `sharded`.
         group: see `sharded`.
@@ -234,12 +272,15 @@ def scaled(
     net = Whole(parts(new_groups(experts)))
     with paddle.amp.auto_cast(dtype="float16"):
         pass  # after float32 Paddle turns loss scaling off
-    with stage_2_on_a_cpu():
+    with device_of(level), pytest.MonkeyPatch.context() as patch:
+        if level == "p_g_os":
+            patch.setattr(paddle._legacy_C_ops, "check_finite_and_unscale", unscaled)
+            complete = mock.Mock(side_effect=FullyShardedModel._update_params_slice)
+            patch.setattr(FullyShardedModel, "_update_params_slice", lambda model: complete(model))
         copies = new_groups(dp_group) if dp_group else None
         scaler = GradScaler(init_loss_scaling=SCALE, incr_every_n_steps=2)
-        model, optimizer, scaler = group_sharded_parallel(
-            net, optimizer_of(net), "os_g", scaler, new_groups(group), dp_group=copies
-        )
+        options = {"group": new_groups(group), "dp_group": copies, "segment_size": SEGMENT}
+        model, optimizer, scaler = group_sharded_parallel(net, optimizer_of(net), level, scaler, **options)
         load_checkpoint(load, model, optimizer)
         if state is not None:
             scaler.load_state_dict(state)
@@ -257,19 +298,22 @@ def scaled(
             scaler.update()
             optimizer.clear_grad()
             scales.append(scaler.state_dict()["scale"].item())
+        if level == "p_g_os":
+            assert complete.call_count == len(steps)  # gradients are complete once in a step
         save_checkpoint(save, model, optimizer)
     return losses, scales, scaler.state_dict()
 
 
-def check_scaled(tmp_path: Any, ranks: int, **groups: Any) -> None:
+def check_scaled(tmp_path: Any, ranks: int, level: str, **groups: Any) -> None:
     """Compare steps with a scaler of losses, some of them skipped, with one process that has none."""
     paths = {name: str(tmp_path / name) for name in ("first", "half", "whole", "end")}
     alone(range(0), ranks, save=paths["first"])
     bad = BAD_EXPERT, BAD_DENSE
     expected = alone(range(5), ranks, load=paths["first"], save=paths["whole"], skipped=bad)
-    got = run(scaled, ranks, steps=range(2), load=paths["first"], save=paths["half"], **groups)
+    where = {"num_processes": ranks, "backend": backend_of(level), "level": level, **groups}
+    got = run(scaled, steps=range(2), load=paths["first"], save=paths["half"], **where)
     (_, _, state), *_ = got
-    again = run(scaled, ranks, steps=range(2, 5), load=paths["half"], save=paths["end"], state=state, **groups)
+    again = run(scaled, steps=range(2, 5), load=paths["half"], save=paths["end"], state=state, **where)
     losses = np.mean([each for each, _, _ in got], 0).tolist() + np.mean([each for each, _, _ in again], 0).tolist()
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     for (_, first, _), (_, then, _) in zip(got, again, strict=True):
@@ -280,14 +324,16 @@ def check_scaled(tmp_path: Any, ranks: int, **groups: Any) -> None:
         np.testing.assert_allclose(found[name], value, rtol=1e-6, atol=3e-7, err_msg=name)
 
 
-def test_an_infinity_on_one_rank_skips_the_step_on_all(tmp_path):
-    check_scaled(tmp_path, 2)
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_infinity_on_one_rank_skips_the_step_on_all(level, tmp_path):
+    check_scaled(tmp_path, 2, level)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_copies", [False, True])
-def test_copies_skip_steps_together(has_copies, tmp_path):
-    check_scaled(tmp_path, 4, **(GROUPS_OF_FOUR if has_copies else {"experts": GROUPS_OF_FOUR["experts"]}))
+@pytest.mark.parametrize("level", LEVELS)
+def test_copies_skip_steps_together(has_copies, level, tmp_path):
+    check_scaled(tmp_path, 4, level, **(GROUPS_OF_FOUR if has_copies else {"experts": GROUPS_OF_FOUR["experts"]}))
 
 
 class Unused(Whole):
@@ -333,7 +379,7 @@ def refused() -> list[str]:
     return [
         caught(lambda: name(optimizer, optimizer, "os")),
         caught(lambda: name(net, net, "os")),
-        caught(lambda: name(net, optimizer, "p_g_os")),
+        caught(lambda: name(net, optimizer, "p_g")),
         caught(lambda: name(net, optimizer, "os", paddle.amp.GradScaler())),
         caught(lambda: name(net, optimizer, "os", GradScaler(group=alone))),
         caught(lambda: name(net, optimizer, "os", offload=True)),
@@ -343,7 +389,7 @@ def refused() -> list[str]:
 
 def of_the_guide() -> list[str]:
     with stage_2_on_a_cpu():
-        return code_of_guide("Stage 2")
+        return code_of_guide("Stages 2 and 3")
 
 
 def test_the_guides_program_runs():
@@ -358,12 +404,12 @@ def test_arguments_are_named():
             f"TypeError: {name}: model must be a Layer, but got AdamW",
             f"TypeError: {name}: optimizer must be an optimizer of paddle.optimizer with a list of parameters, but got "
             "Whole",
-            f"ValueError: {name}: level must be one of ('os', 'os_g') for experts on several ranks, but got 'p_g_os'",
+            f"ValueError: {name}: level must be one of ('os', 'os_g', 'p_g_os'), but got 'p_g'",
             f"TypeError: {name}: scaler must be a paddle_moe_ops.expert_parallel.GradScaler, which skips a step on all "
             "ranks, or None, but got paddle.amp.grad_scaler.GradScaler",
             f"ValueError: {name}: the group of scaler must be all ranks [0, 1], but got ranks [{rank}]",
-            f"ValueError: {name}: offload must be False, since Paddle's offload updates one buffer of dense parameters "
-            "and no experts, but got True",
+            f"ValueError: {name}: offload must be False, since Paddle's offload updates dense parameters and no "
+            "experts, but got True",
             f"ValueError: {name}: group and dp_group must be all ranks together, at least two, but got groups of 4 of "
             "2 ranks",
         ]

@@ -323,10 +323,10 @@ AREAS = {
         runs_slow=True,
     ),
     "checkpoints": _ranks(
-        ("blocks", "distributed_checkpoint", "group_sharded", "shards", "tensor_files"),
+        ("blocks", "distributed_checkpoint", "fully_sharded", "group_sharded", "shards", "tensor_files"),
         (
             *("blocks", "distributed_checkpoints", "distributed_checkpoint_errors", "group_sharded", "fleet_grids"),
-            "restarts",
+            *("fully_sharded", "fully_sharded_states", "restarts"),
         ),
         runs_slow=True,
     ),
