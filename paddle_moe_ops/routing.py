@@ -257,7 +257,7 @@ def route(
             _checks.bad_value(name, "topk", f"{columns}, the columns of the ids (or None)", topk)
         topk = columns
     if num_experts is None:
-        _checks.bad_value(name, "num_experts", "given with expert ids", None)
+        _checks.bad_value(name, "num_experts", "given with expert ids, by its name", None)
     num_experts = _checks.integer(name, "num_experts", num_experts, 1, _checks.MAX_EXPERTS)
     if probs is not None:
         _checks.tensor(name, "probs", probs, (paddle.float32,), [num_tokens, columns])

@@ -241,8 +241,7 @@ class ExpertParallel(LayerExchanges):
 
         Raises:
             TypeError: an argument of the wrong type or dtype.
-            ValueError: an argument of the wrong value or shape; bad data (see ``validate``); ``x`` requires a gradient
-                on some ranks only (not checked with ``tokens_per_rank`` or a `TokenTransport`).
+            ValueError: an argument of the wrong value or shape; bad data (see ``validate``).
             RuntimeError: a rank did not arrive in time (see ``timeout``), or raised one of these errors (not reported
                 with ``tokens_per_rank`` or a `TokenTransport`, as "deepep" is); this object was closed, or its group
                 destroyed.

@@ -141,7 +141,7 @@ def read_index(function: str, folder: Path) -> dict[str, StoredTensor]:
     """
     found = sorted(folder.glob("*.metadata"))
     if len(found) != 1:
-        given = "none" if not found else f"{[each.name for each in found]}"
+        given = "a file" if folder.is_file() else f"{[each.name for each in found]}" if found else "none"
         _checks.bad_value(function, "path", f"a folder with one file *.metadata, {str(folder)!r}", given)
     index: Metadata = paddle.load(str(found[0]))
     missing = sorted({file for file in index.storage_metadata.values() if not (folder / file).is_file()})

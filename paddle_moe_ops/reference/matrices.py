@@ -97,6 +97,8 @@ def pack_int4(codes: NDArray) -> NDArray:
     Args:
         codes: [E, D, N] of integers from -8 to 7.
     """
+    if not isinstance(codes, np.ndarray):
+        raise TypeError(f"pack_int4: codes must be a NumPy array, but got {type(codes).__name__}")
     if not np.issubdtype(codes.dtype, np.integer):
         raise TypeError(f"pack_int4: codes must be of integers, but got {codes.dtype}")
     if codes.size and not -8 <= codes.min() <= codes.max() <= 7:

@@ -100,6 +100,8 @@ def test_int4_codes_survive_packing(rng: np.random.Generator) -> None:
 def test_codes_that_do_not_fit_int4_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^pack_int4: codes must be from -8 to 7, but got 0 to 15$"):
         reference.pack_int4(np.arange(16).reshape(1, 16, 1))
+    with pytest.raises(TypeError, match=r"^pack_int4: codes must be a NumPy array, but got list$"):
+        reference.pack_int4([[[1]]])
     with pytest.raises(TypeError, match=r"^pack_int4: codes must be of integers, but got float32$"):
         reference.pack_int4(np.zeros((1, 16, 1), np.float32))
 

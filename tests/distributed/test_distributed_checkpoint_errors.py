@@ -77,6 +77,9 @@ def test_folders_without_a_whole_checkpoint(tmp_path):
     (tmp_path / "0_0.safetensors").rename(tmp_path / "other")
     expected = f"{LOAD} path must be a complete checkpoint, {place}, but got one without ['0_0.safetensors']"
     assert caught(lambda: load_checkpoint(tmp_path, net)) == expected
+    file = tmp_path / "0.metadata"
+    expected = f"{LOAD} path must be a folder with one file *.metadata, {str(file)!r}, but got a file"
+    assert caught(lambda: load_checkpoint(file, net)) == expected
     (tmp_path / "1.metadata").touch()
     expected = f"{LOAD} path must be a folder with one file *.metadata, {place}, but got ['0.metadata', '1.metadata']"
     assert caught(lambda: load_checkpoint(tmp_path, net)) == expected

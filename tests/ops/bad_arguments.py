@@ -258,7 +258,7 @@ ROUTE = [
     _value("route", "mask without experts", {"routing": zeros(T, 0, dtype=np.bool_), "num_experts": None},
            "routing must be of shape [num_tokens, num_experts] with num_experts >= 1, but got [4, 0]"),
     _value("route", "ids without num_experts", {"num_experts": None},
-           "num_experts must be given with expert ids, but got None"),
+           "num_experts must be given with expert ids, by its name, but got None"),
     _value("route", "no experts", {"num_experts": 0}, "num_experts must be from 1 to 65536, but got 0"),
     _type("route", "text for num_experts", {"num_experts": "3"}, "num_experts must be an int, but got str"),
     _value("route", "num_experts other than the mask's", {"routing": array(MASK), "probs": None, "num_experts": 4},

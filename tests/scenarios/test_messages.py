@@ -125,7 +125,7 @@ MISTAKES = {
     ),
     "no number of experts": (
         lambda g: route(g.ids, g.probs),
-        "route: num_experts must be given with expert ids, but got None",
+        "route: num_experts must be given with expert ids, by its name, but got None",
     ),
     "a batch too large for the plan": (
         lambda g: permute(g.x, g.other_plan),
