@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -319,15 +318,6 @@ def ready_for_matmul(rows: Tensor, weight: Tensor) -> Tensor:
         rows = rows.detach()
         rows.stop_gradient = False
     return rows
-
-
-def matmul_of_rows(rows: Tensor, weight: Tensor, *, transpose: bool = False) -> Tensor:
-    """Rows times a weight, with a backward pass even if there are no rows and only the weight's gradient is wanted."""
-    if is_graph_value(rows) or weight.stop_gradient or math.prod(rows.shape[:-1]) or not rows.shape[-1]:
-        return paddle.matmul(ready_for_matmul(rows, weight), weight, transpose_y=transpose)
-    row = rows.reshape([0, rows.shape[-1]]).sum(0, keepdim=True)  # zeros
-    made = paddle.matmul(row, weight, transpose_y=transpose)[:0]
-    return made.reshape([*rows.shape[:-1], made.shape[-1]])
 
 
 def in_float32(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from .._graphs import (
     float32,
     is_graph_value,
     is_on_gpu,
-    matmul_of_rows,
+    ready_for_matmul,
     to_dtype,
     without_autocast,
 )
@@ -254,7 +254,7 @@ def _multiply(
     results = {}
     for i, part in parts.items():
         if i % 2:
-            results[i] = part if matrices is None else matmul_of_rows(part, matrices[i // 2], transpose=transpose)
+            results[i] = part if matrices is None else _product(part, matrices[i // 2], transpose)
     product = next(iter(results.values()))  # its dtype is that of mixed precision
     if weights is not None or bias is not None:
         addends = None if bias is None else paddle.unbind(float32(bias))
@@ -270,6 +270,10 @@ def _multiply(
         rows = parts[i].shape[0] if parts[i].shape[0] >= 0 else paddle.shape(parts[i])[0]
         results[i] = filled([rows, product.shape[1]], 0, product.dtype, like=product)
     return paddle.concat([results[i] for i in kept], axis=0) if len(kept) > 1 else results[kept[0]]
+
+
+def _product(rows: Tensor, matrix: Tensor, transpose: bool) -> Tensor:
+    return paddle.matmul(ready_for_matmul(rows, matrix), matrix, transpose_y=transpose)
 
 
 def _split(x: Tensor, lengths: Sequence[int | Tensor]) -> Sequence[Tensor]:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Collection, Iterator, Sequence
@@ -20,6 +19,7 @@ from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import
 )
 
 from .. import _checks
+from .._graphs import context_manager
 from .agreement import agree
 from .training import average_gradients
 
@@ -62,7 +62,7 @@ def slice_of(parameter: Tensor) -> Slice | None:
     return None
 
 
-@contextlib.contextmanager
+@context_manager
 def _without_experts(model: nn.Layer, experts: Sequence[Tensor]) -> Iterator[None]:
     """Hide the parameters of experts from methods that walk through the parameters of a model."""
     hidden = {id(each) for each in experts}
@@ -117,6 +117,7 @@ class FullyShardedModel(GroupShardedStage3):
         self._parts = {name: self._part_of(each) for name, each in self._sliced.items() if not each.stop_gradient}
         self._list_parameters()
         self._restore_names()
+        self.register_forward_pre_hook(self._check_parameters)  # a `forward` would be transformed by to_static
         _models.add(self)
         layout = [f"{self._names[each.name]} {each.shape}" for each in (*self._sliced.values(), *self._whole)]
         agree(_NAME, everyone, {"dense parameters in the order of their .name": layout})
@@ -125,11 +126,6 @@ class FullyShardedModel(GroupShardedStage3):
         """Return the names of the dense tensors that this rank counts in the norm of gradients: all parts."""
         whole = {each.name for each in self._whole} if self._group.rank == 0 else set()
         return whole | {each.name for each in self._parts.values()}
-
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Run the model."""
-        self._check_parameters()
-        return super().forward(*inputs, **options)
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
         """Return the state of the model, whose parameters `get_all_parameters` has gathered.
@@ -162,7 +158,7 @@ class FullyShardedModel(GroupShardedStage3):
     def _note(self, name: str, *_: Any) -> None:
         self._used.add(name)
 
-    def _check_parameters(self) -> None:
+    def _check_parameters(self, *_: Any) -> None:
         """Raise if a dense parameter was frozen, trained or loaded in a way that Paddle does not notice."""
         for each, was_frozen in self._dense:
             if each.stop_gradient != was_frozen:

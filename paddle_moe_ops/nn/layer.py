@@ -23,9 +23,9 @@ from .._graphs import (
     in_float32,
     is_graph_value,
     known_sizes,
-    matmul_of_rows,
     of_shape,
     public,
+    ready_for_matmul,
 )
 from .._options import MatrixFormat
 from ..backends import RouteSpec
@@ -487,4 +487,4 @@ def _swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor, hidden: int, intermedi
 
 
 def _multiply_twice(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    return matmul_of_rows(swiglu(matmul_of_rows(x, gate_up)), down)
+    return paddle.matmul(swiglu(paddle.matmul(ready_for_matmul(x, gate_up), gate_up)), down)

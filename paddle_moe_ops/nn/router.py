@@ -20,9 +20,9 @@ from .._graphs import (
     filled,
     float32,
     is_graph_value,
-    matmul_of_rows,
     of_shape,
     public,
+    ready_for_matmul,
     without_autocast,
     without_gradients,
 )
@@ -296,7 +296,7 @@ def _choose(
         _checks.tensor("TopKRouter", "mask", mask, (paddle.bool,), [x.shape[0]])
     with without_autocast():
         wide = of_shape(float32(weight), [hidden, num_experts])
-        logits = matmul_of_rows(float32(x), wide)
+        logits = paddle.matmul(ready_for_matmul(float32(x), wide), wide)
         bias = None if bias is None else of_shape(float32(bias), [num_experts])
         spec = TopkSpec(pre_act=True, return_scores=True, **options)
         probs, ids, scores = resolve("calculate_topk", logits).calculate_topk(logits, bias, spec)
