@@ -222,7 +222,6 @@ EQUIVALENT = (
         "nothing reads numbers of experts that a layer does not have",
     ),
     (r"expert_parallel/exchanges\.py", "constant|opposite", r"_tickets\[key\] =", "nothing reads the ticket"),
-    (r"expert_parallel/exchanges\.py", "arguments swapped", r"in_float32\(paddle\.add, ", "a sum of two"),
     (r"expert_parallel/streams\.py", "", r"priority=_HIGH_PRIORITY|^_HIGH_PRIORITY", "speed"),
     (r"expert_parallel/streams\.py", "", r"CUDAPlace\(", "the suites on a GPU see it"),
     (
