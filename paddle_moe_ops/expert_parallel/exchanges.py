@@ -217,7 +217,7 @@ class _Between(Call):
 
 def _alias(x: Tensor) -> Tensor:
     """Return another tensor on the same memory. Paddle takes `detach` of a node's input for the input itself."""
-    x = dense(x.detach())
+    x = dense(x)
     return x.view(x.shape) if x.size else placed(x.clone(), x.place)  # the clone may be on the host
 
 
