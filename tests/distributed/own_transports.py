@@ -71,9 +71,11 @@ class OverObjects(TokenTransport):
         return np.concatenate(self._sent([rows[each] for each in route]))
 
     def dispatch_again(self, rows: paddle.Tensor, handle: Any) -> paddle.Tensor:
+        assert rows.stop_gradient
         return paddle.to_tensor(self._moved(rows.astype("float32").numpy(), handle[0])).astype(rows.dtype)
 
     def combine(self, rows: paddle.Tensor, handle: Any) -> paddle.Tensor:
+        assert rows.stop_gradient
         route, counts, num_tokens = handle
         back = self._sent(np.split(rows.astype("float32").numpy(), np.cumsum(counts)[:-1]))
         sums = np.zeros([num_tokens, rows.shape[1]], np.float32)
