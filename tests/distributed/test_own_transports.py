@@ -310,13 +310,21 @@ WRONG = {
 }
 
 
-def round_trip(transport: Any, combine: str = "reduced", width: int = 4) -> None:
-    """A dispatch of two tokens, one for each rank, its combine, and a backward pass of gradients of 128."""
+def round_trip(transport: Any, combine: str = "reduced", width: int = 4, returned: int | None = None) -> None:
+    """A dispatch of two tokens, one for each rank, its combine, and a backward pass of gradients of 128.
+
+    Args:
+        transport: of `ExpertParallel`.
+        combine: of `ExpertParallel`.
+        width: columns of the tokens.
+        returned: columns of the expert outputs; None: all.
+    """
     x, probs = paddle.ones([2, width]), paddle.ones([2, 1])
     x.stop_gradient = probs.stop_gradient = False
     ep = ExpertParallel(4, combine=combine, transport=transport)
     received = ep.dispatch(x, paddle.to_tensor([[0], [3]]), probs)
-    out = ep.combine(received.tokens if combine == "reduced" else received.rows, received)
+    rows = received.tokens if combine == "reduced" else received.rows
+    out = ep.combine(rows[:, :returned], received)
     (out.sum() * 128).backward()
 
 
@@ -341,6 +349,7 @@ def errors() -> list[str]:
         caught(lambda: ExpertParallel(4, transport=(Faulty(), OverAllGather())[dist.get_rank()])),
         caught(lambda: ExpertParallel(6, combine="reduced", transport=FaultyTokens())),
         caught(lambda: round_trip(FaultyTokens(), width=3)),
+        caught(lambda: round_trip(FaultyTokens(), returned=3)),
         caught(lambda: round_trip(Faulty(), "exact")),
         caught(lambda: round_trip(FaultyNumbers(), "exact")),
         caught(lambda: DeepEP(3)),
@@ -363,6 +372,7 @@ def test_errors_of_transports_name_the_argument():
         f"'{module}.test_own_transports.Faulty' on rank 0, '{module}.own_transports.OverAllGather' on rank 1",
         "ValueError: FaultyTokens: at most 4 experts",
         "TypeError: ExpertParallel.dispatch: x must be even",
+        "TypeError: ExpertParallel.combine: out must be even",
         "ValueError: ExpertParallel: the result of transport.exchange must be of shape [2, 4], but got [1, 4]",
         "TypeError: ExpertParallel: the result of transport.exchange_numbers must be of dtype int32, but got int64",
         "TypeError: DeepEP: module must be a module with a class Buffer, or None, but got int",
