@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from paddle_moe_ops.expert_parallel import ClipGradByGlobalNorm, average_gradients, mark_expert_parameters, training
 from paddle_moe_ops.expert_parallel.parameters import gradient_of
+from paddle_moe_ops.expert_parallel.transports import Rendezvous
 
 from .processes import run
 from .test_expert_parallel_errors import caught, end_rank_1
@@ -419,7 +420,10 @@ def test_groups_of_experts_that_overlap_are_refused_on_all_three_ranks():
 
 
 def end_in_the_middle(collective: int) -> None:
-    """Rank 1 ends when it comes to one of the collectives: the first compares ranks, the second adds up gradients."""
+    """Rank 1 ends when it comes to one of the collectives: the first compares ranks, the second adds up gradients.
+
+    Before the second one it announces that it waited in the first one.
+    """
     average_gradients([parameter([2])])
     if paddle.distributed.get_rank() == 0:
         end_rank_1()
@@ -429,7 +433,14 @@ def end_in_the_middle(collective: int) -> None:
     def ending(*given: Any, **options: Any) -> Any:
         return end_rank_1() if next(calls) == collective else all_reduce(*given, **options)
 
-    paddle.distributed.all_reduce = ending
+    compared = training._compared
+
+    def announcing(*given: Any) -> Any:
+        found = compared(*given)
+        Rendezvous(paddle.distributed.get_group(0), 1.0)._waits.announce()
+        return found
+
+    paddle.distributed.all_reduce, training._compared = ending, announcing
     average_gradients([parameter([2]), parameter([3])])
 
 
