@@ -355,6 +355,17 @@ def test_gradients_of_sixteen_bits_are_clipped_by_the_norm_in_float32(dtype):
         assert found == [(str(each.dtype), float(each.astype("float32"))) for each in expected]
 
 
+@pytest.mark.cpu_only
+def test_a_sparse_gradient_of_sixteen_bits_that_is_not_clipped_stays_as_it_is():
+    rows, dense = paddle.nn.Embedding(5, 3, sparse=True), parameter([4], gradient=3.0)
+    rows.to(dtype="bfloat16")
+    rows(paddle.to_tensor([1])).sum().backward()
+    rows.weight.need_clip = False
+    (_, sparse), (_, clipped) = ClipGradByGlobalNorm(2.0)([(rows.weight, rows.weight.grad), (dense, dense.grad)])
+    assert sparse.is_selected_rows()
+    assert clipped.tolist() == [1.0] * 4
+
+
 def test_alone_a_process_checks_what_it_is_given():
     assert caught(lambda: average_gradients([None])).startswith("TypeError: average_gradients: parameters[0] must be ")
     expected = "TypeError: average_gradients: parameters must be tensors, as layer.parameters() gives them, but got "
