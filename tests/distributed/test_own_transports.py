@@ -199,7 +199,7 @@ def test_gradients_of_second_order_raise_where_receivers_route_tokens(options):
 
 
 def gradient_by_the_gradient_of_sums() -> list[bool]:
-    """Whether the gradient of rows, by that of their sums, has the values of a combine."""
+    """Flags of gradients of rows, and of sums by these, that have the values of a dispatch and of a combine."""
     ep, (x, ids, probs) = ExpertParallel(4, combine="reduced", transport=OverObjects()), given_tokens()
     received = ep.dispatch(x, ids, probs)
     rows, direction = received.tokens.detach(), received.tokens.detach() + 1
