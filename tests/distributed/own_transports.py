@@ -27,6 +27,7 @@ class OverAllGather(LineTransport):
 
     def exchange(self, lines: paddle.Tensor, sent: Any, received: Any, step: Any) -> paddle.Tensor:
         assert lines.stop_gradient
+        assert len(sent) == len(received) == self.group.nranks
         self.words.append(step.words())
         of_ranks: list[Any] = []
         parts = np.split(lines.view("uint8").numpy() if lines.size else np.zeros(lines.shape), np.cumsum(sent)[:-1])
