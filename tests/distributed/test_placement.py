@@ -95,6 +95,11 @@ def test_slots_of_experts_are_int32(tokens):
     assert (slots.dtype, slots.tolist()) == (paddle.int32, [[0] * 3] * tokens)
 
 
+@pytest.mark.parametrize(("ranks", "expected"), [((1, 1, 0), True), ((0, 1, 0), False), ((0, 0), False)])
+def test_experts_are_in_blocks_if_every_rank_has_some_that_follow_each_other(ranks, expected):
+    assert Placement(ranks, 2).is_in_blocks == expected
+
+
 TRAINED = {
     2: [
         ({"combine": "exact", "experts": 5}, (5, 11)),
