@@ -14,13 +14,13 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import paddle
 from paddle import Tensor
 
-from .._graphs import dense, in_float32, placed
+from .._graphs import dense, placed
 from .._native import native
 from ..backends.autograd import Call, Gradients, as_node, connect, first_order_only, wants_gradient
 from ..backends.base import Tensors
 from ..backends.deferred import owned
 
-__all__ = ["AtOnce", "End", "Exchange", "ExchangeHandle", "Flight", "Leg", "Then", "exchanged", "forked"]
+__all__ = ["AtOnce", "End", "Exchange", "ExchangeHandle", "Flight", "Leg", "Then", "exchanged"]
 
 End = Callable[[], Tensors]
 _Result = TypeVar("_Result")
@@ -215,35 +215,9 @@ class _Between(Call):
         return gradients
 
 
-class _Forked(Call):
-    """A node with two aliases of x, whose gradients are added in this order."""
-
-    function = "ExpertParallel"
-
-    def __init__(self, x: Tensor) -> None:
-        super().__init__(None, x)
-        self.value: Tensors = (x,)
-
-    def run(self) -> Tensors:
-        (x,), self.value = self.value, ()
-        return _alias(x), _alias(x)
-
-    def differentiate(self, *gradients: Tensor) -> Gradients:
-        first, second = gradients
-        return (in_float32(paddle.add, first, second),)
-
-
-def forked(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x for two uses, such that its gradient is that of the first plus that of the second."""
-    if not wants_gradient(x):
-        return x, x
-    first, second = as_node(_Forked(x), [x])
-    return first, second
-
-
 def _alias(x: Tensor) -> Tensor:
     """Return another tensor on the same memory. Paddle takes `detach` of a node's input for the input itself."""
-    x = dense(x.detach())
+    x = dense(x)
     return x.view(x.shape) if x.size else placed(x.clone(), x.place)  # the clone may be on the host
 
 

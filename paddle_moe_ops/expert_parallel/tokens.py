@@ -56,17 +56,17 @@ class _Trip(NamedTuple):
 
     def back(self, rows: Tensor) -> Tensor:
         """Return the sum of each token's rows of all ranks."""
-        made = self.transport.combine(dense(rows), self.handle)
+        made = self.transport.combine(dense(rows.detach()), self.handle)
         return _checked("the result of transport.combine", made, rows.dtype, [self.sent, rows.shape[1]])
 
     def there(self, rows: Tensor) -> Tensor:
         """Send a row of each token to the ranks of its experts."""
-        made = self.transport.dispatch_again(dense(rows), self.handle)
+        made = self.transport.dispatch_again(dense(rows.detach()), self.handle)
         return _checked("the result of transport.dispatch_again", made, rows.dtype, [self.received, rows.shape[1]])
 
     def back_with_probs(self, rows: Tensor, probs: Tensor, topk: int) -> Tensors:
         """Return the same as `back`, and the gradients [T, K] of probabilities."""
-        made = self.transport.combine_with_probs(dense(rows), dense(probs), self.handle)
+        made = self.transport.combine_with_probs(dense(rows.detach()), dense(probs.detach()), self.handle)
         name = "the result of transport.combine_with_probs"
         if not isinstance(made, (tuple, list)) or len(made) != 2:
             _checks.bad_type(_NAME, name, "two tensors", type(made).__name__)

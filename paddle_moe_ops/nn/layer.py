@@ -33,7 +33,6 @@ from ..backends.quantized import FLOAT8_FORMAT
 from ..expert_parallel.agreement import group_of, raising_together
 from ..expert_parallel.alltoall import check_travel
 from ..expert_parallel.dispatch import ExpertParallel, parallel_of_agreed, telling_of_errors
-from ..expert_parallel.exchanges import forked
 from ..expert_parallel.parameters import mark_expert_parameters, start_as_one
 from ..expert_parallel.placement import placement_of
 from ..expert_parallel.protocol import transport_option
@@ -437,9 +436,6 @@ def _over_ranks(
     "exact" they don't: the three gradients of the tokens would be added in another order.
     """
     overlaps = shared is not None and parallel.combines == "reduced" and parallel._overlaps(tokens)
-    of_shared = tokens
-    if overlaps:
-        tokens, of_shared = forked(tokens)
     try:
         received = parallel.dispatch(tokens, ids, probs, capacity=capacity)
     except (TypeError, ValueError) as error:
@@ -451,11 +447,11 @@ def _over_ranks(
         out = experts(received.tokens, plan=received.plan, probs=received.probs, **options)
     if shared is not None and overlaps:
         handle = parallel.combine(out, received, async_op=True)
-        out_of_shared = shared(handle.overlapped(of_shared))
+        out_of_shared = shared(handle.overlapped(tokens))
         out = handle.wait()
     else:
         out = parallel.combine(out, received)
-        out_of_shared = None if shared is None else shared(of_shared)
+        out_of_shared = None if shared is None else shared(tokens)
     return out, out_of_shared, received.routed_per_expert, received.dropped_slots.reshape([])
 
 

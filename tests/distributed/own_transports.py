@@ -27,6 +27,7 @@ class OverAllGather(LineTransport):
 
     def exchange(self, lines: paddle.Tensor, sent: Any, received: Any, step: Any) -> paddle.Tensor:
         assert lines.stop_gradient
+        assert len(sent) == len(received) == self.group.nranks
         self.words.append(step.words())
         of_ranks: list[Any] = []
         parts = np.split(lines.view("uint8").numpy() if lines.size else np.zeros(lines.shape), np.cumsum(sent)[:-1])
@@ -71,9 +72,11 @@ class OverObjects(TokenTransport):
         return np.concatenate(self._sent([rows[each] for each in route]))
 
     def dispatch_again(self, rows: paddle.Tensor, handle: Any) -> paddle.Tensor:
+        assert rows.stop_gradient
         return paddle.to_tensor(self._moved(rows.astype("float32").numpy(), handle[0])).astype(rows.dtype)
 
     def combine(self, rows: paddle.Tensor, handle: Any) -> paddle.Tensor:
+        assert rows.stop_gradient
         route, counts, num_tokens = handle
         back = self._sent(np.split(rows.astype("float32").numpy(), np.cumsum(counts)[:-1]))
         sums = np.zeros([num_tokens, rows.shape[1]], np.float32)

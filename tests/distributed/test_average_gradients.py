@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from paddle_moe_ops.expert_parallel import ClipGradByGlobalNorm, average_gradients, mark_expert_parameters, training
 from paddle_moe_ops.expert_parallel.parameters import gradient_of
+from paddle_moe_ops.expert_parallel.transports import Rendezvous
 
 from .processes import run
 from .test_expert_parallel_errors import caught, end_rank_1
@@ -354,6 +355,17 @@ def test_gradients_of_sixteen_bits_are_clipped_by_the_norm_in_float32(dtype):
         assert found == [(str(each.dtype), float(each.astype("float32"))) for each in expected]
 
 
+@pytest.mark.cpu_only
+def test_a_sparse_gradient_of_sixteen_bits_that_is_not_clipped_stays_as_it_is():
+    rows, dense = paddle.nn.Embedding(5, 3, sparse=True), parameter([4], gradient=3.0)
+    rows.to(dtype="bfloat16")
+    rows(paddle.to_tensor([1])).sum().backward()
+    rows.weight.need_clip = False
+    (_, sparse), (_, clipped) = ClipGradByGlobalNorm(2.0)([(rows.weight, rows.weight.grad), (dense, dense.grad)])
+    assert sparse.is_selected_rows()
+    assert clipped.tolist() == [1.0] * 4
+
+
 def test_alone_a_process_checks_what_it_is_given():
     assert caught(lambda: average_gradients([None])).startswith("TypeError: average_gradients: parameters[0] must be ")
     expected = "TypeError: average_gradients: parameters must be tensors, as layer.parameters() gives them, but got "
@@ -419,7 +431,10 @@ def test_groups_of_experts_that_overlap_are_refused_on_all_three_ranks():
 
 
 def end_in_the_middle(collective: int) -> None:
-    """Rank 1 ends when it comes to one of the collectives: the first compares ranks, the second adds up gradients."""
+    """Rank 1 ends when it comes to one of the collectives: the first compares ranks, the second adds up gradients.
+
+    Before the second one it announces that it waited in the first one.
+    """
     average_gradients([parameter([2])])
     if paddle.distributed.get_rank() == 0:
         end_rank_1()
@@ -429,7 +444,14 @@ def end_in_the_middle(collective: int) -> None:
     def ending(*given: Any, **options: Any) -> Any:
         return end_rank_1() if next(calls) == collective else all_reduce(*given, **options)
 
-    paddle.distributed.all_reduce = ending
+    compared = training._compared
+
+    def announcing(*given: Any) -> Any:
+        found = compared(*given)
+        Rendezvous(paddle.distributed.get_group(0), 1.0)._waits.announce()
+        return found
+
+    paddle.distributed.all_reduce, training._compared = ending, announcing
     average_gradients([parameter([2]), parameter([3])])
 
 

@@ -181,11 +181,6 @@ def test_two_micro_batches_are_in_flight_at_once(way):
     check(way, two_micro_batches)
 
 
-@pytest.mark.parametrize("way", ["gloo exact", "peer reduced", "alltoall reduced"])
-def test_a_rank_may_have_no_tokens(way):
-    check(way, two_micro_batches, (0, TOKENS))
-
-
 def with_a_shared_expert(layer: Layer) -> dict[str, paddle.Tensor]:
     """A shared expert runs while rows of experts travel, in both passes."""
     given, shared = layer.batch(0), paddle.nn.Linear(HIDDEN, HIDDEN, bias_attr=False)
@@ -207,6 +202,12 @@ def with_a_shared_expert(layer: Layer) -> dict[str, paddle.Tensor]:
 @pytest.mark.parametrize("way", ["gloo exact", "gloo reduced float8", "peer reduced", "alltoall reduced"])
 def test_a_shared_expert_overlaps_combine(way):
     check(way, with_a_shared_expert)
+
+
+@pytest.mark.parametrize("program", [two_micro_batches, with_a_shared_expert], ids=["two batches", "shared expert"])
+@pytest.mark.parametrize("way", ["gloo exact", "peer reduced", "alltoall reduced"])
+def test_a_rank_may_have_no_tokens(way, program):
+    check(way, program, (0, TOKENS))
 
 
 def with_deferred_gradients(layer: Layer) -> dict[str, paddle.Tensor]:
@@ -364,7 +365,7 @@ def test_work_between_begin_and_end_runs_there_in_both_passes():
 
 
 def with_shared_experts(options: dict[str, Any], overlaps: bool) -> list[NDArray]:
-    """Outputs and gradients of a `MoELayer`, whose shared experts may overlap combine."""
+    """Outputs and gradients of a `MoELayer` with a residual, whose shared experts may overlap combine."""
     with on_this_device(), contextlib.ExitStack() as patches:
         paddle.seed(5)
         layer = MoELayer(HIDDEN, INNER, EXPERTS, TOPK, 2, group=paddle.distributed.get_group(0), **options)
@@ -373,7 +374,8 @@ def with_shared_experts(options: dict[str, Any], overlaps: bool) -> list[NDArray
         assert layer.parallel._overlaps(x)
         if not overlaps:
             patches.enter_context(mock.patch.object(ExpertParallel, "_overlaps", return_value=False))
-        out = layer(x)
+        hidden = x * 1.5
+        out = hidden + layer(hidden)
         out.square().sum().backward()
         return [to_numpy(each.detach()) for each in (out, x.grad, *(each.grad for each in layer.parameters()))]
 

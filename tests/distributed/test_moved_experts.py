@@ -310,6 +310,20 @@ def test_experts_of_a_users_class_move():
     assert run(of_own_class, 2) == [[True, True, True, 2]] * 2
 
 
+def moved_inside_of_others() -> list[Any]:
+    """Flags of equal outputs after a move of experts in a layer that has experts itself, and the moves of both."""
+    outer, inner = Scales(MIXED), Scales(MIXED)
+    outer.inner = inner
+    x = paddle.ones([6, HIDDEN])
+    before = inner(x).numpy()
+    move_experts(outer, {"inner": APART})
+    return [np.array_equal(before, each(x)) for each in (outer, inner)] + [outer.moved, inner.moved]
+
+
+def test_experts_inside_of_a_layer_with_experts_move_alone():
+    assert run(moved_inside_of_others, 2) == [[True, True, 0, 1]] * 2
+
+
 def moved_in_two_groups() -> list[Any]:
     """True if a layer in a group of this rank alone stays as it is, and the placement of one that both ranks share."""
     group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]

@@ -184,10 +184,11 @@ def test_passes_of_second_order_have_the_names_of_those_forward(combine, lines):
 
 
 def second_order(options: dict[str, Any]) -> str:
-    x, ep = paddle.ones([2, 4]), ExpertParallel(4, combine="reduced", **options)
-    x.stop_gradient = False
-    received = ep.dispatch(x, paddle.to_tensor([[0], [3]]), paddle.ones([2, 1]))
-    (gradient,) = paddle.grad([ep.combine(received.tokens.square(), received).sum()], [x], create_graph=True)
+    x, probs, ep = paddle.ones([2, 4]), paddle.ones([2, 1]), ExpertParallel(4, combine="reduced", **options)
+    x.stop_gradient = probs.stop_gradient = False
+    received = ep.dispatch(x, paddle.to_tensor([[0], [3]]), probs)
+    out = ep.combine(received.tokens.square() * received.probs, received)
+    gradient, _ = paddle.grad([out.sum()], [x, probs], create_graph=True)
     return caught(gradient.sum().backward)
 
 
@@ -195,6 +196,26 @@ def second_order(options: dict[str, Any]) -> str:
 def test_gradients_of_second_order_raise_where_receivers_route_tokens(options):
     for text in run(second_order, 2, options=options):
         assert "ExpertParallel.dispatch: second-order gradients are not supported here, only first-order ones" in text
+
+
+def gradient_by_the_gradient_of_sums() -> list[bool]:
+    """Flags of gradients of rows, and of sums by these, that have the values of a dispatch and of a combine."""
+    ep, (x, ids, probs) = ExpertParallel(4, combine="reduced", transport=OverObjects()), given_tokens()
+    received = ep.dispatch(x, ids, probs)
+    rows, direction = received.tokens.detach(), received.tokens.detach() + 1
+    rows.stop_gradient = x.stop_gradient = False
+    (d_rows,) = paddle.grad([ep.combine(rows, received)], [rows], [x], create_graph=True)
+    (found,) = paddle.grad([d_rows], [x], [direction])
+    return [np.array_equal(d_rows, received.tokens), np.array_equal(found, ep.combine(direction, received))]
+
+
+def given_tokens() -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
+    ids = paddle.to_tensor([[0, 3], [2, 1], [1, 3]])
+    return paddle.arange(24, dtype="float32").reshape([3, 8]), ids, paddle.ones([3, 2])
+
+
+def test_gradients_of_second_order_of_combine_travel_over_a_transport_of_tokens():
+    assert run(gradient_by_the_gradient_of_sums, 2) == [[True, True]] * 2
 
 
 def backward_of_one_rank() -> str:
@@ -289,13 +310,21 @@ WRONG = {
 }
 
 
-def round_trip(transport: Any, combine: str = "reduced", width: int = 4) -> None:
-    """A dispatch of two tokens, one for each rank, its combine, and a backward pass of gradients of 128."""
+def round_trip(transport: Any, combine: str = "reduced", width: int = 4, returned: int | None = None) -> None:
+    """A dispatch of two tokens, one for each rank, its combine, and a backward pass of gradients of 128.
+
+    Args:
+        transport: of `ExpertParallel`.
+        combine: of `ExpertParallel`.
+        width: columns of the tokens.
+        returned: columns of the expert outputs; None: all.
+    """
     x, probs = paddle.ones([2, width]), paddle.ones([2, 1])
     x.stop_gradient = probs.stop_gradient = False
     ep = ExpertParallel(4, combine=combine, transport=transport)
     received = ep.dispatch(x, paddle.to_tensor([[0], [3]]), probs)
-    out = ep.combine(received.tokens if combine == "reduced" else received.rows, received)
+    rows = received.tokens if combine == "reduced" else received.rows
+    out = ep.combine(rows[:, :returned], received)
     (out.sum() * 128).backward()
 
 
@@ -320,6 +349,7 @@ def errors() -> list[str]:
         caught(lambda: ExpertParallel(4, transport=(Faulty(), OverAllGather())[dist.get_rank()])),
         caught(lambda: ExpertParallel(6, combine="reduced", transport=FaultyTokens())),
         caught(lambda: round_trip(FaultyTokens(), width=3)),
+        caught(lambda: round_trip(FaultyTokens(), returned=3)),
         caught(lambda: round_trip(Faulty(), "exact")),
         caught(lambda: round_trip(FaultyNumbers(), "exact")),
         caught(lambda: DeepEP(3)),
@@ -342,6 +372,7 @@ def test_errors_of_transports_name_the_argument():
         f"'{module}.test_own_transports.Faulty' on rank 0, '{module}.own_transports.OverAllGather' on rank 1",
         "ValueError: FaultyTokens: at most 4 experts",
         "TypeError: ExpertParallel.dispatch: x must be even",
+        "TypeError: ExpertParallel.combine: out must be even",
         "ValueError: ExpertParallel: the result of transport.exchange must be of shape [2, 4], but got [1, 4]",
         "TypeError: ExpertParallel: the result of transport.exchange_numbers must be of dtype int32, but got int64",
         "TypeError: DeepEP: module must be a module with a class Buffer, or None, but got int",

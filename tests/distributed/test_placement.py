@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from paddle_moe_ops import permute, unpermute
 from paddle_moe_ops.expert_parallel import ExpertParallel
+from paddle_moe_ops.expert_parallel.placement import Placement, Slots
 from paddle_moe_ops.testing.equality import assert_bits_equal
 
 from .problems import Problem, alone, results, scaled
@@ -85,6 +86,18 @@ def test_any_placement_has_the_bits_of_one_process(size, way):
         for name, expected in alone(problem._replace(integers=integers)).items():
             got = np.concatenate([each[number][name] for each in parts])
             assert_bits_equal(got, expected, what=f"{name} of {problem} placed {placement}")
+
+
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_slots_of_experts_are_int32(tokens):
+    ids = paddle.full([tokens, 3], 1, "int64")
+    slots = Slots(Placement((1, 0, 1), 2)).of_ids(ids)
+    assert (slots.dtype, slots.tolist()) == (paddle.int32, [[0] * 3] * tokens)
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [((1, 1, 0), True), ((0, 1, 0), False), ((0, 0), False)])
+def test_experts_are_in_blocks_if_every_rank_has_some_that_follow_each_other(ranks, expected):
+    assert Placement(ranks, 2).is_in_blocks == expected
 
 
 TRAINED = {

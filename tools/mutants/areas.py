@@ -277,7 +277,7 @@ AREAS = {
         ("exchanges", "streams"),
         (
             *("exchanges_in_flight", "exchange_handles", "expert_parallel", "orders_and_modes", "timeline"),
-            *("deferred_gradients", "side_streams"),
+            *("deferred_gradients", "side_streams", "shared_buffers"),
         ),
     ),
     "token_transports": _ranks(

@@ -214,7 +214,7 @@ EQUIVALENT = (
         "how fast kernels of a GPU run",
     ),
     (r"symmetric_memory\.py", "constant", r"recv_fds\(from_other, 4, 1\)", "room for more files than the one sent"),
-    (r"expert_parallel/tokens\.py", "method dropped", r"dense\(tokens\.detach\(\)\)", "a call runs without gradients"),
+    (r"expert_parallel/tokens\.py", "keyword dropped", r"filled\(\[\], 0, .*like=x", "the suites on a GPU see it"),
     (
         r"expert_parallel/alltoall\.py",
         "constant",
@@ -222,7 +222,6 @@ EQUIVALENT = (
         "nothing reads numbers of experts that a layer does not have",
     ),
     (r"expert_parallel/exchanges\.py", "constant|opposite", r"_tickets\[key\] =", "nothing reads the ticket"),
-    (r"expert_parallel/exchanges\.py", "arguments swapped", r"in_float32\(paddle\.add, ", "a sum of two"),
     (r"expert_parallel/streams\.py", "", r"priority=_HIGH_PRIORITY|^_HIGH_PRIORITY", "speed"),
     (r"expert_parallel/streams\.py", "", r"CUDAPlace\(", "the suites on a GPU see it"),
     (
@@ -264,6 +263,24 @@ EQUIVALENT = (
     ),
     (r"expert_parallel/placement\.py", "elements swapped", r"^BY_ROW =", "in any order"),
     (r"expert_parallel/placement\.py", "constant", r"filled\(\[1\], 0, counts\.dtype", "room for more"),
+    (
+        r"expert_parallel/placement\.py",
+        "and, or|condition dropped",
+        r"^        if plan\.num_rows == 0 or self\._placement\.is_in_order:",
+        "shortcuts: rows in order stay in place, and a plan may have none",
+    ),
+    (
+        r"expert_parallel/moving\.py",
+        "keyword dropped",
+        r"max\(owners, key=len\)",
+        "prefixes of one name: the longest of them is the last in the alphabet",
+    ),
+    (
+        r"expert_parallel/moving\.py",
+        "method dropped",
+        r"elif part\.is_missing_on_a_rank\(\):",
+        "a shortcut: all ranks with experts have the same value",
+    ),
     (r"expert_parallel/moving\.py", "constant", r"step = parallel\._step\(", "words that all ranks have alike"),
     (r"expert_parallel/moving\.py", "elements swapped", r"dict\[int, _Move\]", "types that Python does not check"),
     (r"expert_parallel/moving\.py", "elements swapped", r"for gradient in \(", "in any order"),
