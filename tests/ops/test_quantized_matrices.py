@@ -331,6 +331,13 @@ BAD_CALLS = {
         ValueError,
         "moe_mlp: gate_up.codes must be of 2 * n columns",
     ),
+    "no columns": (
+        lambda a: {
+            "gate_up": changed(a["gate_up"], codes=a["gate_up"].codes[:, :, :0], scales=a["gate_up"].scales[:, :0])
+        },
+        ValueError,
+        "moe_mlp: gate_up.codes must be of 2 * n columns, n of the gate and n that it gates, n >= 1, but got 0",
+    ),
     "scales": (
         lambda a: {"down": changed(a["down"], scales=a["down"].scales[:, :5])},
         ValueError,

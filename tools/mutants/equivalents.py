@@ -322,6 +322,7 @@ EQUIVALENT = (
     (r"/mlp\.py", "", r"_PASSED_KEPT", "how many checked calls are remembered"),
     (r"/mlp\.py", "arguments swapped", r"signature = _signature\(", "an order that all signatures have"),
     (r"/_matrices\.py", "constant", r"0 <= experts", "a plan has one expert at least"),
+    (r"/quantization\.py", "comparison|constant", r"groups < 0 else", "rows have one column at least"),
     (r"reference/fastdeploy\.py", "opposite", r"indices = np\.zeros\(\(topk,", "all elements are overwritten"),
     (r"fastdeploy/expert_parallel\.py", "opposite", r"num_tokens - max\(out\.shape\[0\], 0\)", "more rows are cut off"),
     (
