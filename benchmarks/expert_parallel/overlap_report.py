@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kernels.table import markdown
 from benchmarks.spread import deviation, with_deviation
 
 from .passes import PASSES
@@ -43,7 +44,7 @@ share of it in which GEMMs ran on the other stream.
 """
     head = ["layer", "case", "transport", "in turn", "in flight", "saved"]
     head += [f"{each}: in flight, hidden" for each in PASSES]
-    rows = [head, ["---"] * len(head)]
+    rows = []
     pairs: dict[tuple[str, str, str], dict[bool, dict[str, Any]]] = {}
     for line in lines:
         pairs.setdefault((line["shape"], line["case"], line["transport"]), {})[line["in_flight"]] = line
@@ -55,4 +56,4 @@ share of it in which GEMMs ran on the other stream.
             whole, both = overlapped_us(in_flight["steps"], passing)
             cells.append(f"{whole:.0f}, {100 * both / whole:.0f} %" if whole else "-")
         rows.append([*key, *cells])
-    return text + "".join("| " + " | ".join(row) + " |\n" for row in rows)
+    return text + markdown(head, rows)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kernels.table import markdown
 from benchmarks.pages import BUILT, made_by
 from benchmarks.series import differences
 from benchmarks.spread import deviation, with_deviation
@@ -115,10 +116,6 @@ def _layers(shape: str, found: dict[str, dict[str, Any]], peer: Peer | None) -> 
     return [shape, *ours, here, published.get(shape, "-")]
 
 
-def _table(*rows: list[str]) -> str:
-    return "".join("| " + " | ".join(row) + " |\n" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:]))
-
-
 def page(paths: list[Path], peers: Sequence[Path] = ()) -> str:
     """The text of the page.
 
@@ -137,9 +134,9 @@ def page(paths: list[Path], peers: Sequence[Path] = ()) -> str:
         peer = peer_of.get(tuple(machine["gpus"]))
         text += f"LigerCute here: {peer.packages}.\n\n" if peer else "\n"
         of_shapes = {shape: {line["what"]: line for line in rest if line["shape"] == shape} for shape in shapes}
-        text += _table(EXCHANGES, *(_exchanges(shape, found) for shape, found in of_shapes.items()))
+        text += markdown(EXCHANGES, [_exchanges(shape, found) for shape, found in of_shapes.items()])
         text += "\nTFLOP/s of layers, forward / backward.\n\n"
-        text += _table(LAYERS, *(_layers(shape, found, peer) for shape, found in of_shapes.items()))
+        text += markdown(LAYERS, [_layers(shape, found, peer) for shape, found in of_shapes.items()])
     return text
 
 
@@ -160,7 +157,7 @@ def few(paths: list[Path]) -> str:
         machine, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         text += f"\n{len(machine['gpus'])} x {machine['gpus'][0]}, commit {machine['commit']}, {machine['date']}. "
         text += "Microseconds: one / several.\n\n"
-        rows = [["layer", "tokens a rank", "dispatch", "combine", "layer", "host"], ["---"] * 6]
+        rows = []
         for shape, tokens in dict.fromkeys((line["shape"], line["tokens"]) for line in lines):
             found = {
                 (line["what"], line["launches"]): line
@@ -176,7 +173,7 @@ def few(paths: list[Path]) -> str:
 
             timed = [both(what) for what in ("dispatch", "combine", "layer_forward")]
             rows.append([shape, str(tokens), *timed, both("layer_forward", "eager_us")])
-        text += "".join("| " + " | ".join(row) + " |\n" for row in rows)
+        text += markdown(["layer", "tokens a rank", "dispatch", "combine", "layer", "host"], rows)
     return text
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
+from benchmarks.kernels.table import markdown
+
 from .passes import STAGES, pass_times, slowest_steps
 
 __all__ = ["PICTURE", "Recorded", "picture", "section"]
@@ -84,7 +86,7 @@ tokens arrive until then. *between* is what lies between the steps, *exchanges* 
 
 """
     head = ["layer", "pass", *STAGES, "between", "all", "exchanges"]
-    rows = [head, ["---"] * len(head)]
+    rows = []
     for shape, ranks in recorded.calls.items():
         steps = slowest_steps(ranks)
         for passing, whole in pass_times(steps).items():
@@ -96,7 +98,7 @@ tokens arrive until then. *between* is what lies between the steps, *exchanges* 
             cells = [f"{sums[stage]:.0f}" + (f" ({waits[stage]:.0f})" if waits[stage] else "") for stage in STAGES]
             share = 100 * (sums["dispatch"] + sums["combine"]) / whole
             rows.append([shape, passing, *cells, f"{whole - sum(sums.values()):.0f}", f"{whole:.0f}", f"{share:.0f} %"])
-    return text + "".join("| " + " | ".join(row) + " |\n" for row in rows)
+    return text + markdown(head, rows)
 
 
 def _sum(steps: Iterable[dict[str, Any]]) -> float:
