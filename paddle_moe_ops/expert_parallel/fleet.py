@@ -21,7 +21,7 @@ from paddle.incubate.distributed.models.moe import ClipGradForMOEByGlobalNorm
 from .. import _checks
 from ..backends.experts import keep_by_default
 from .agreement import raising_together
-from .fleet_optimizers import FleetClip, FleetOptimizer, Place, Sharding
+from .fleet_optimizers import FleetClip, FleetOptimizer, Place, Sharding, innermost_of
 from .parameters import expert_group_of, fleet_guard_lifted, sharding_color
 from .placement import placement_of_parameter
 
@@ -94,9 +94,7 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> Any:
     place = _agreed_place(experts, parameters, strategy)
     if place is None:
         return fleet.distributed_optimizer(optimizer, strategy)
-    innermost = optimizer
-    while "_inner_opt" in vars(innermost):  # of mix_precision_utils.MixPrecisionOptimizer
-        innermost = innermost._inner_opt
+    innermost = innermost_of(optimizer)
     if isinstance(innermost._grad_clip, (nn.ClipGradByGlobalNorm, ClipGradForMOEByGlobalNorm)):
         innermost._grad_clip = FleetClip(innermost._grad_clip.clip_norm, _counted(parameters, place))
     if place.splits_parameters:

@@ -23,7 +23,14 @@ from ..backends.deferred import refuse_pending
 from .parameters import gradient_of
 from .training import ClipGradByGlobalNorm, rounded_once, widened
 
-__all__ = ["FleetClip", "FleetOptimizer", "Place", "Sharding"]
+__all__ = ["FleetClip", "FleetOptimizer", "Place", "Sharding", "innermost_of"]
+
+
+def innermost_of(optimizer: Any) -> Any:
+    """Return the optimizer of `paddle.optimizer` inside the wrappers of Fleet, if any."""
+    while "_inner_opt" in vars(optimizer):
+        optimizer = optimizer._inner_opt
+    return optimizer
 
 
 class Place(NamedTuple):

@@ -21,9 +21,10 @@ from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import
 from .. import _checks
 from .._graphs import context_manager
 from .agreement import agree
+from .fleet_optimizers import innermost_of
 from .training import average_gradients
 
-__all__ = ["FullyShardedModel", "Slice", "innermost_of", "slice_of"]
+__all__ = ["FullyShardedModel", "Slice", "slice_of"]
 
 _NAME = "group_sharded_parallel"
 _PREFIX = "slice@"  # Paddle's, of the names of slices
@@ -45,13 +46,6 @@ class Slice(NamedTuple):
     name: str
     first: int
     end: int
-
-
-def innermost_of(optimizer: Any) -> Any:
-    """Return the optimizer of `paddle.optimizer` inside the wrappers of Fleet, if any."""
-    while "_inner_opt" in vars(optimizer):
-        optimizer = optimizer._inner_opt
-    return optimizer
 
 
 def slice_of(parameter: Tensor) -> Slice | None:

@@ -16,8 +16,8 @@ from paddle.incubate.distributed.models.moe import ClipGradForMOEByGlobalNorm
 
 from .. import _checks
 from .agreement import group_of, raising_together
-from .fleet_optimizers import FleetClip
-from .fully_sharded import FullyShardedModel, innermost_of
+from .fleet_optimizers import FleetClip, innermost_of
+from .fully_sharded import FullyShardedModel
 from .loss_scaling import GradScaler
 from .parameters import connect_copies, copies_of, is_expert_parameter
 from .training import average_gradients
