@@ -28,8 +28,6 @@ from .processes import run
 from .test_expert_parallel_layer import HIDDEN, arrays
 from .test_group_sharded import GROUPS_OF_FOUR, TURNS, data_of, new_groups
 
-pytestmark = pytest.mark.cpu_only
-
 STEPS, CLIP, SEGMENT = 3, 0.1, 40  # weights of dense layers and shared experts have parts, routers and biases none
 RANKS_OF_TOKENS = 4  # data of as many ranks, of which the last ones are left out between two
 
@@ -301,8 +299,8 @@ def trained(name: str, groups: dict[str, Any]) -> tuple[dict[str, NDArray], list
         return program.results(), program.train(), program.results()
 
 
-def check(name: str, ranks: int, **groups: Any) -> None:
-    got = run(trained, ranks, "stub", name=name, groups=groups)
+def check(name: str, ranks: int, backend: str, **groups: Any) -> None:
+    got = run(trained, ranks, backend, name=name, groups=groups)
     start, _, end = got[0]
     alone = PROGRAMS[name](ranks, None)
     for key, each in alone.net.state_dict().items():
@@ -331,17 +329,17 @@ IN_CI = (
 
 
 @pytest.mark.parametrize("name", IN_CI)
-def test_programs_train_as_in_one_process(name):
-    check(name, 2)
+def test_programs_train_as_in_one_process(name, custom_backend):
+    check(name, 2, custom_backend)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - set(IN_CI)))
-def test_more_programs_train_as_in_one_process(name):
-    check(name, 2)
+def test_more_programs_train_as_in_one_process(name, custom_backend):
+    check(name, 2, custom_backend)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Program", "Synchronous", "Unused"])
-def test_programs_with_copies_of_experts_and_of_states(name):
-    check(name, 4, **GROUPS_OF_FOUR)
+def test_programs_between_four_with_copies_of_experts_and_of_states(name, custom_backend):
+    check(name, 4, custom_backend, **GROUPS_OF_FOUR)

@@ -32,8 +32,6 @@ from .test_expert_parallel_errors import caught
 from .test_expert_parallel_layer import HIDDEN
 from .test_group_sharded import SEGMENT, data_of, optimizer_of
 
-pytestmark = pytest.mark.cpu_only
-
 NAME = "group_sharded_parallel"
 
 
@@ -72,9 +70,9 @@ def saved(first: str, second: str, optimizer_of: Any = masters, kind: str = "nar
         save_checkpoint(second, model, optimizer)
 
 
-def test_master_weights_are_saved_and_loaded(tmp_path):
+def test_master_weights_are_saved_and_loaded(tmp_path, custom_backend):
     paths = [str(tmp_path / name) for name in ("first", "second", "alone")]
-    run(saved, 2, "stub", first=paths[0], second=paths[1])
+    run(saved, 2, custom_backend, first=paths[0], second=paths[1])
     found = contents(paths[0])
     assert "1.moe.shared.gate_up.w_0" in found
     assert "2.moe.router.weight.w_0" in found
@@ -86,9 +84,9 @@ def test_master_weights_are_saved_and_loaded(tmp_path):
     assert_equal(contents(paths[2]), found)
 
 
-def test_an_optimizer_of_main_gradients_loads_before_its_first_step(tmp_path):
+def test_an_optimizer_of_main_gradients_loads_before_its_first_step(tmp_path, custom_backend):
     first, second = (str(tmp_path / name) for name in ("first", "second"))
-    run(saved, 2, "stub", first=first, second=second, optimizer_of=main_gradients, kind="plain")
+    run(saved, 2, custom_backend, first=first, second=second, optimizer_of=main_gradients, kind="plain")
     assert "0.0.weight.moment1_0" in contents(first)
     assert_equal(contents(second), contents(first))
 
@@ -107,11 +105,11 @@ def loaded_alone(path: str) -> list[bool]:
     return [np.array_equal(start[name] * 2, end[name]) for name in start if "correction_bias" not in name]
 
 
-def test_master_weights_begin_with_the_model_that_is_loaded(tmp_path):
+def test_master_weights_begin_with_the_model_that_is_loaded(tmp_path, custom_backend):
     path = str(tmp_path / "twice")
     paddle.seed(3)
-    run(doubled, 2, "stub", path=path)
-    for same in run(loaded_alone, 2, "stub", path=path):
+    run(doubled, 2, custom_backend, path=path)
+    for same in run(loaded_alone, 2, custom_backend, path=path):
         assert all(same)
 
 
@@ -151,10 +149,10 @@ def states() -> tuple[list[str], list[list[str]]]:
     return texts, gathered
 
 
-def test_states_that_are_not_whole_are_refused():
+def test_states_that_are_not_whole_are_refused(custom_backend):
     instead = "gathered by get_all_parameters() of the model on all ranks, or saved by save_checkpoint, but got divided"
     gathers = f"ValueError: gather_state_dict: layer.state_dict()['0.0.weight'] must be {instead} between ranks"
-    for texts, gathered in run(states, 2, "stub"):
+    for texts, gathered in run(states, 2, custom_backend):
         assert all(gathered)
         assert texts == [
             f"ValueError: {NAME}: parameter '0.0.weight' must be gathered by get_all_parameters() on all ranks, or "
@@ -186,8 +184,8 @@ def after_a_skipped_step() -> list[bool]:
     return [not np.array_equal(start[name], end[name]) for name in start if "correction_bias" not in name]
 
 
-def test_a_step_without_a_scaler_follows_one_that_was_skipped():
-    for changed in run(after_a_skipped_step, 2, "stub"):
+def test_a_step_without_a_scaler_follows_one_that_was_skipped(custom_backend):
+    for changed in run(after_a_skipped_step, 2, custom_backend):
         assert all(changed)
 
 
@@ -206,14 +204,14 @@ def freezing() -> list[str]:
     return texts
 
 
-def test_freezing_dense_parameters_later_is_refused():
+def test_freezing_dense_parameters_later_is_refused(custom_backend):
     expected = [
         f"ValueError: {NAME}: stop_gradient of '1.dense.{name}' must be False as at the start, since Paddle has "
         "divided the dense parameters, but got True"
         for name in ("weight", "bias")
         for _ in range(2)
     ]
-    for texts in run(freezing, 2, "stub"):
+    for texts in run(freezing, 2, custom_backend):
         assert texts == expected
 
 
@@ -243,9 +241,9 @@ def refused() -> list[str]:
         return [*texts, told()]
 
 
-def test_arguments_are_named():
+def test_arguments_are_named(custom_backend):
     of_layers = "a list of names of classes or ids of layers"
-    for texts in run(refused, 2, "stub"):
+    for texts in run(refused, 2, custom_backend):
         assert texts[:7] == [
             f"ValueError: {NAME}: segment_size must be from 0 to 2147483647, but got -1",
             f"TypeError: {NAME}: segment_size must be an int, but got str",
@@ -280,8 +278,8 @@ def with_other_names() -> str:
         return caught(sharded)
 
 
-def test_gradients_that_ranks_would_add_up_in_another_order_are_refused():
-    with kept("stub") as call:  # processes whose numbers of layers differ end here
+def test_gradients_that_ranks_would_add_up_in_another_order_are_refused(custom_backend):
+    with kept(custom_backend) as call:  # processes whose numbers of layers differ end here
         for text in call(2, with_other_names):
             expected = f"ValueError: {NAME}: dense parameters in the order of their .name must be the same on all ranks"
             assert text.startswith(expected)
