@@ -69,6 +69,43 @@ def test_each_tool_runs_over_each_group_and_leaves_its_counts(programs, tmp_path
         assert (result["passed"], result["failed_tests"]) == (2, ["a::b"])
 
 
+RACES = """
+...========= Error: Race reported between Write access at pmo::cuda::Queue<pmo::Tile, (int)2>::push(int)+0xb in a.cuh:81
+=========     and Read access at pmo::Queue<pmo::Tile, (int)2>::pop(int)+0x4d0 in a.cuh:89 [512 hazards]
+=========     and Read access at void pmo::cuda::<unnamed>::gemm<(result)1>(pmo::Params)+0x7b40 in b.cu:9 [1 hazards]
+=========
+========= Invalid __global__ read of size 4 bytes
+=========     at gemm(int)+0x10
+========= Error: Race reported between Read access at pmo::Queue<pmo::Tile, (int)2>::pop(int)+0x1 in a.cuh:89
+=========     and Write access at pmo::cuda::Queue<pmo::Tile, (int)2>::push(int)+0x2 in a.cuh:81 [1 hazards]
+========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
+"""
+
+
+def test_errors_are_counted_by_the_functions_that_access_one_place():
+    assert runpy.run_path(str(RUN))["read_errors"](RACES) == {
+        "write Queue::push, read Queue::pop": 1,
+        "write Queue::push, read gemm": 1,
+        "Invalid __global__ read of size 4 bytes": 1,
+        "read Queue::pop, write Queue::push": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("race", "is_open"),
+    [
+        ("write TileQueue::push, read TileQueue::pop", False),
+        ("read TileQueue::pop, write TileQueue::push", False),
+        ("write TileQueue::push, read gemm", True),
+    ],
+)
+def test_races_that_no_mbarrier_orders_are_open(race, is_open):
+    result = {"suite": "racecheck", "exit_status": 99, "failed": 0, "failed_tests": [], "errors": {race: 2}}
+    found = runpy.run_path(str(RUN.with_name("report.py")))["open_points"]([result])
+    points = [each for each in found if "not yet run" not in each]
+    assert points == [f"racecheck: {race}"] * is_open
+
+
 def test_a_suite_ends_after_its_limit_and_says_so(programs, tmp_path):
     programs(compute_sanitizer="sleep 60")
     done = sanitize(tmp_path / "results", "--over", "core", "--tools", "memcheck", "--limit", "1")

@@ -190,10 +190,29 @@ def read_counts(report: Path) -> dict[str, object]:
     return {**counts, "failed_tests": names}
 
 
+def function_of(access: str) -> str:
+    """Return "write f" for a line such as "Write access at void f<int>(int)+0x1 in a.cu:2"."""
+    kind, _, name = access.strip().partition(" access at ")
+    while (shorter := re.sub(r"<[^<>]*>", "", name)) != name:
+        name = shorter
+    function = re.split(r"[(+]", name)[0].split()[-1]
+    return f"{kind.lower()} {'::'.join(part for part in function.split('::') if part not in ('', 'pmo', 'cuda'))}"
+
+
 def read_errors(output: str) -> dict[str, int]:
-    """Return the most frequent first lines of a sanitizer's errors, with their counts."""
-    lines = re.findall(r"^========= (?! )(?!COMPUTE-SANITIZER|\w+ SUMMARY)(.+)$", output, re.MULTILINE)
-    return dict(collections.Counter(line.strip() for line in lines).most_common(20))
+    """Return the first lines of a sanitizer's errors, with their counts; for races the pairs of accesses."""
+    counts: collections.Counter[str] = collections.Counter()
+    first = None
+    # a line of pytest's dots may precede
+    for line in re.findall(r"^\S*?========= (?!COMPUTE-SANITIZER|\w+ SUMMARY)(.+)$", output, re.MULTILINE):
+        if (race := re.search(r"Race reported between (.+)", line)) is not None:
+            first = function_of(race[1])
+        elif first is not None and (other := re.match(r" +and (.+)", line)) is not None:
+            counts[f"{first}, {function_of(other[1])}"] += 1
+        elif not line.startswith(" "):
+            first = None
+            counts[line.strip()] += 1
+    return dict(counts.most_common())
 
 
 def read_fuzz(report: Path) -> dict[str, object]:
