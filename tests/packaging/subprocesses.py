@@ -48,7 +48,12 @@ def run_python(
 def run_forked(
     code: str, *, env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `code` in a fork of a process that has imported Paddle and nothing else; `env` as in `run_python`."""
+    """Runs `code` in a fork of a process that has imported Paddle and nothing else; `env` as in `run_python`.
+
+    With a plug-in, Paddle starts CUDA when it is imported, which no fork can use; then a new process runs it.
+    """
+    if "CUSTOM_DEVICE_ROOT" in os.environ:
+        return run_python(code, env=env, cwd=cwd)
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         files = [out.fileno(), errors.fileno()]
         arguments = "import sys\n" + code, str(cwd or Path.cwd())

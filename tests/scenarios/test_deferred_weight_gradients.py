@@ -285,13 +285,14 @@ def test_values_of_matrices_may_change_before_the_flush(options, how):
 
 
 @pytest.mark.parametrize("options", [{}, {"compute": FLOAT8}, {"activation": "geglu"}, {"lists": True}], ids=str)
-def test_tokens_that_change_before_the_flush_raise_or_change_nothing(options, backend):
+def test_tokens_that_change_before_the_flush_raise_or_change_nothing(options, backend, device):
     due, made = Program(**options).backward(), Program(**options)
     made.x = made.x * 1
     made.backward(defer_dw=True)
     with paddle.no_grad():
         made.x.add_(paddle.ones([T, H]))
-    keeps_tokens = options in ({}, {"compute": FLOAT8}) if backend == "compiled" else "activation" in options
+    gathers = backend == "compiled" or device != "cpu"  # not so Triton's interpreter and the reference
+    keeps_tokens = options in ({}, {"compute": FLOAT8}) if gathers else "activation" in options
     if not keeps_tokens:  # but their rows, or the oracle's gradients
         flush_dw()
         for each, other in zip(made.matrices, due.matrices, strict=True):
