@@ -3,7 +3,7 @@
 """``python -m paddle_moe_ops``: env, selftest, explain, bench. Each command imports only what it needs.
 
 If Paddle is missing or too old, env says so first. A command with a missing dependency says so in one line and ends
-with status 1.
+with status 1, and so does explain if no backend runs an operator.
 """
 
 from __future__ import annotations
@@ -119,11 +119,12 @@ def _explain(arguments: argparse.Namespace) -> int:
     import paddle_moe_ops
 
     try:
-        print(paddle_moe_ops.explain(arguments.op))
+        text = paddle_moe_ops.explain(arguments.op)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    return 0
+    print(text)
+    return 1 if re.search(r"^\w+: none \(", text, re.MULTILINE) else 0
 
 
 def _bench(arguments: argparse.Namespace) -> int:

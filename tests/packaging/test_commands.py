@@ -248,6 +248,12 @@ def test_explain_answers_for_one_operator_and_for_all():
     assert "moe_unpermute" in everything.stdout
 
 
+def test_explain_fails_if_no_backend_runs_an_operator():
+    done = run_command("explain", "permute", env={"PADDLE_MOE_OPS_BACKEND": "cuda"})
+    assert done.returncode == 1
+    assert "permute: none (PADDLE_MOE_OPS_BACKEND must be one of" in done.stdout
+
+
 def test_explain_refuses_an_unknown_operator():
     done = run_command("explain", "moe_permutate")
     assert done.returncode == 2
