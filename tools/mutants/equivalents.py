@@ -301,7 +301,7 @@ EQUIVALENT = (
     ),
     (r"compat/fp8/quantize\.py", "elements swapped", r"for argument, value in \(", "in any order"),
     (r"compat/paddlefleet\.py", "condition dropped", r"enumerate\(numbers or \(\)\)", "counts are given here"),
-    (r"nn/experts\.py", "comparison", r"if alignment > 1 else None$", "a shortcut: offsets of groups without padding"),
+    (r"nn/_passes\.py", "comparison", r"if alignment > 1 else None$", "a shortcut: offsets of groups without padding"),
     (r"nn/losses\.py", "method dropped", r"counts = mask\.astype", "a clip by a float returns floats"),
     (r"/_graphs\.py", "finally dropped", r"set_eval_frame\(tracer\)", "after an error bytecode is not traced: speed"),
     (r"backends/experts\.py", "and, or", r"self\.has_d_weights and self\.wanted", "a gradient that is not needed"),
