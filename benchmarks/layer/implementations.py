@@ -37,10 +37,6 @@ class Passes(NamedTuple):
     backward: Callable[[Any], tuple[torch.Tensor, ...]]
 
 
-def _by_slot(inputs: Inputs, by_row: torch.Tensor) -> torch.Tensor:
-    return by_row[inputs.rows_of_slots]
-
-
 def triton_layer(inputs: Inputs, keeps_hidden: bool = True, workspace_mb: int = WORKSPACE_MB) -> Passes:
     """The launchers of the Triton kernels, in which everything but tokens and matrices is prepared."""
     device, i = TorchDevice(), inputs

@@ -30,10 +30,6 @@ class Shape(NamedTuple):
         """Bytes of one row of d columns for each slot."""
         return 2 * self.tokens * self.topk * self.hidden
 
-    def act_bytes(self) -> int:
-        """Bytes of one row of n columns for each slot."""
-        return 2 * self.tokens * self.topk * self.inner
-
 
 # The first twelve are those of SonicMoE (arXiv 2512.14080, figure 14).
 SHAPES = {
