@@ -7,6 +7,7 @@ Nothing here imports Paddle before a test asks for a device: the tests of the co
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from _pytest.runner import runtestprotocol
 from hypothesis import HealthCheck, settings
 
 from tests.pairwise import sampled, thinned
@@ -137,6 +139,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    atexit.register(gc.unfreeze)  # for libraries that count their objects when Python ends; pytest collects before
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -146,8 +149,15 @@ def _heap_of_other_modules() -> None:
     gc.freeze()
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # for libraries that count their objects when Python ends
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """In a worker, send one report of a test that passed: each takes CPU time in the worker and in the controller."""
+    get = item.config.getoption
+    if not hasattr(item.config, "workerinput") or get("durations") is not None or get("xmlpath"):
+        return None  # these options need reports of setup and teardown
+    for report in runtestprotocol(item, log=False, nextitem=nextitem):
+        if report.when == "call" or not report.passed:
+            item.ihook.pytest_runtest_logreport(report=report)
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,10 @@ GRACE_S = 5 * SLOWNESS  # for the other ranks, after one failed: most wait for i
 SHOWN_LINES = 60  # of a failed process's output
 
 # Even and odd ranks have other addresses and another order of sets, as processes of two machines have.
-_MODULES = ("paddle", "paddle_moe_ops.expert_parallel", "paddle_moe_ops.nn", "tests.distributed.problems")
+_MODULES = (
+    *("paddle", "paddle_moe_ops.expert_parallel", "paddle_moe_ops.nn"),
+    *("pytest", "tests.distributed.problems", __name__),  # each module with tests imports these
+)
 _DEVICES = {"FLAGS_selected_stub_rigs": ",".join(map(str, range(max(WORDS))))}  # Paddle reads it when it is imported
 _servers = {(backend, part): Server(*_MODULES, **_DEVICES) for backend in ("gloo", "stub") for part in range(2)}
 _PR_SET_PDEATHSIG = 1

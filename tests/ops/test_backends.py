@@ -16,7 +16,7 @@ from paddle_moe_ops import _build_check, explain, masked, moe_permute, permute, 
 from paddle_moe_ops.backends import OPERATORS, _load, _problem, compiled, resolve
 from paddle_moe_ops.backends import reference as reference_backend
 from tests.ops.problems import make_problem, tensor
-from tests.packaging.subprocesses import copy_without_library, run_python
+from tests.packaging.subprocesses import copy_without_library, run_forked
 from tests.params import SMALL
 
 pytestmark = pytest.mark.compiled_only
@@ -206,7 +206,7 @@ def test_the_oracle_never_stands_in_silently(without_library, rng, place):
 
 def test_a_package_without_its_library_can_be_imported_and_used_on_request(tmp_path):
     copy_without_library(tmp_path)
-    done = run_python(
+    done = run_forked(
         "import paddle, paddle_moe_ops as ops\n"
         "ids = paddle.zeros([2, 1], dtype='int32')\n"
         "try:\n"

@@ -40,15 +40,18 @@ ANY_RANK = {
 ON_ANY_DEVICE = {"m_sizes", "expert_offsets", "shard_id", "all_shards_tokens_per_expert"}
 
 
-def each(kinds):
-    found = [
-        pytest.param(call, name, id=f"{call}-{name}")
-        for call in CALLS
+def arguments_of(call: Call, kinds: type) -> list[str]:
+    """Names of a call's arguments of a kind that are checked."""
+    return [
+        name
         for name, value in call.arguments.items()
-        if isinstance(value, kinds) and not (isinstance(value, bool) and bool not in np.atleast_1d(kinds))
+        if isinstance(value, kinds) and not (isinstance(value, bool) and kinds is not bool)
         if name not in IGNORED | OTHER_KINDS and (call.name, name) not in COMPARED
     ]
-    return pytest.mark.parametrize(("call", "argument"), found)
+
+
+def with_arguments(kinds: type) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("call", [call for call in CALLS if arguments_of(call, kinds)], ids=str)
 
 
 def raises(error, call: Call, argument: str):
@@ -77,42 +80,45 @@ def test_no_public_function_is_left_out():
     }
 
 
-@each(np.ndarray)
-def test_what_is_no_tensor_is_refused(call, argument, place):
-    with raises(TypeError, call, argument):
-        call.run(place, **{argument: "x"})
+@with_arguments(np.ndarray)
+def test_what_is_no_tensor_is_refused(call, place):
+    for argument in arguments_of(call, np.ndarray):
+        with raises(TypeError, call, argument):
+            call.run(place, **{argument: "x"})
 
 
-@each(np.ndarray)
-def test_another_dtype_is_refused(call, argument, place):
-    value = call.arguments[argument]
-    with raises(TypeError, call, argument):
-        call.run(place, **{argument: tensor(value.astype(np.float64), place).astype("complex64")})
+@with_arguments(np.ndarray)
+def test_another_dtype_is_refused(call, place):
+    for argument in arguments_of(call, np.ndarray):
+        value = call.arguments[argument]
+        with raises(TypeError, call, argument):
+            call.run(place, **{argument: tensor(value.astype(np.float64), place).astype("complex64")})
 
 
-@each(np.ndarray)
-def test_other_dimensions_are_refused(call, argument, place):
-    value = call.arguments[argument]
-    if (call.name, argument) in ANY_RANK:
-        with raises(ValueError, call, argument):
-            part = np.asarray(value[(0,) * (value.ndim - ANY_RANK[call.name, argument] + 1)])
-            call.run(place, **{argument: part})
-        return
-    with raises(ValueError, call, argument):
-        call.run(place, **{argument: value[None, None]})
-
-
-@each(np.ndarray)
-def test_sizes_that_contradict_the_other_arguments_are_refused(call, argument, place):
-    value = call.arguments[argument]
-    for axis in range(value.ndim):
-        larger = np.concatenate([value, value.take([0], axis)], axis)
-        if (argument, axis) in call.free:
-            call.run(place, **{argument: larger})
+@with_arguments(np.ndarray)
+def test_other_dimensions_are_refused(call, place):
+    for argument in arguments_of(call, np.ndarray):
+        value = call.arguments[argument]
+        if (call.name, argument) in ANY_RANK:
+            wrong = np.asarray(value[(0,) * (value.ndim - ANY_RANK[call.name, argument] + 1)])
         else:
-            looked_at = {"validate": True} if "validate" in call.arguments else {}
-            with pytest.raises(ValueError, match=f"^{call.function}: "):
-                call.run(place, **{argument: larger, **looked_at})
+            wrong = value[None, None]
+        with raises(ValueError, call, argument):
+            call.run(place, **{argument: wrong})
+
+
+@with_arguments(np.ndarray)
+def test_sizes_that_contradict_the_other_arguments_are_refused(call, place):
+    for argument in arguments_of(call, np.ndarray):
+        value = call.arguments[argument]
+        for axis in range(value.ndim):
+            larger = np.concatenate([value, value.take([0], axis)], axis)
+            if (argument, axis) in call.free:
+                call.run(place, **{argument: larger})
+            else:
+                looked_at = {"validate": True} if "validate" in call.arguments else {}
+                with pytest.raises(ValueError, match=f"^{call.function}: "):
+                    call.run(place, **{argument: larger, **looked_at})
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
@@ -142,36 +148,40 @@ def test_a_layer_compares_the_devices_of_all_its_tensors_itself(place, monkeypat
     assert set(call.tensors) <= names["moe_mlp"]
 
 
-@each(bool)
-def test_what_is_no_bool_is_refused(call, argument, place):
-    with raises(TypeError, call, argument):
-        call.run(place, **{argument: 1})
-
-
-@each(int)
-def test_what_is_no_integer_is_refused(call, argument, place):
-    for wrong in ("x", 2.0, True):
+@with_arguments(bool)
+def test_what_is_no_bool_is_refused(call, place):
+    for argument in arguments_of(call, bool):
         with raises(TypeError, call, argument):
-            call.run(place, **{argument: wrong})
-    with raises(ValueError, call, argument):
-        call.run(place, **{argument: -2})
-    with raises(ValueError, call, argument):
-        call.run(place, **{argument: 2**31})
+            call.run(place, **{argument: 1})
 
 
-@each(float)
-def test_what_is_no_number_is_refused(call, argument, place):
-    for wrong in ("x", True, None):
-        with raises(TypeError, call, argument):
-            call.run(place, **{argument: wrong})
-    with raises(ValueError, call, argument):
-        call.run(place, **{argument: float("nan")})
+@with_arguments(int)
+def test_what_is_no_integer_is_refused(call, place):
+    for argument in arguments_of(call, int):
+        for wrong in ("x", 2.0, True):
+            with raises(TypeError, call, argument):
+                call.run(place, **{argument: wrong})
+        with raises(ValueError, call, argument):
+            call.run(place, **{argument: -2})
+        with raises(ValueError, call, argument):
+            call.run(place, **{argument: 2**31})
 
 
-@each(str)
-def test_another_choice_is_refused(call, argument, place):
-    with pytest.raises((TypeError, ValueError), match=f"^{call.function}: {argument} must be one of "):
-        call.run(place, **{argument: "another"})
+@with_arguments(float)
+def test_what_is_no_number_is_refused(call, place):
+    for argument in arguments_of(call, float):
+        for wrong in ("x", True, None):
+            with raises(TypeError, call, argument):
+                call.run(place, **{argument: wrong})
+        with raises(ValueError, call, argument):
+            call.run(place, **{argument: float("nan")})
+
+
+@with_arguments(str)
+def test_another_choice_is_refused(call, place):
+    for argument in arguments_of(call, str):
+        with pytest.raises((TypeError, ValueError), match=f"^{call.function}: {argument} must be one of "):
+            call.run(place, **{argument: "another"})
 
 
 @pytest.mark.parametrize("call", [call for call in CALLS if "validate" in call.arguments], ids=str)

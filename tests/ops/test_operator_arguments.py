@@ -66,11 +66,12 @@ def test_a_good_call_is_taken(operator, call, place):
     assert call(operator, *arguments_of(operator, place, {}))
 
 
-@pytest.mark.parametrize("fault", BAD_CALLS, ids=str)
-def test_a_bad_call_raises_a_value_error_that_says_what_is_wrong(fault, call, place):
-    with pytest.raises(ValueError, match=r": ") as caught:
-        call(fault.operator, *arguments_of(fault.operator, place, fault.changes))
-    assert str(caught.value) == f"{public_name(fault.operator)}: {fault.message}"
+@pytest.mark.parametrize("operator", GOOD_CALLS)
+def test_a_bad_call_raises_a_value_error_that_says_what_is_wrong(operator, call, place):
+    for fault in (each for each in BAD_CALLS if each.operator == operator):
+        with pytest.raises(ValueError, match=r": ") as caught:
+            call(operator, *arguments_of(operator, place, fault.changes))
+        assert str(caught.value) == f"{public_name(operator)}: {fault.message}", str(fault)
 
 
 @pytest.mark.parametrize("layout", ["every second column", "turned", "no tokens"])
@@ -101,20 +102,14 @@ def turned(array, place):
     return tensor(np.ascontiguousarray(array.T), place).t()
 
 
-@pytest.mark.parametrize(
-    ("operator", "name"),
-    [
-        (operator, name)
-        for operator, arguments in GOOD_CALLS.items()
-        for name, value in arguments.items()
-        if callable(value)
-    ],
-)
-def test_a_tensor_that_is_missing_raises(operator, name, call, place):
+@pytest.mark.parametrize("operator", GOOD_CALLS)
+def test_a_tensor_that_is_missing_raises(operator, call, place):
     given = f"{public_name(operator)}: {NO_TENSOR}", "an argument is not what the operator takes"
-    with pytest.raises(ValueError, match=r"\w") as caught:
-        call(operator, *arguments_of(operator, place, {name: None}))
-    assert str(caught.value) in given
+    for name, value in GOOD_CALLS[operator].items():
+        if callable(value):
+            with pytest.raises(ValueError, match=r"\w") as caught:
+                call(operator, *arguments_of(operator, place, {name: None}))
+            assert str(caught.value) in given, name
 
 
 @pytest.mark.parametrize(

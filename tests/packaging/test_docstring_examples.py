@@ -13,7 +13,7 @@ import pytest
 
 from paddle_moe_ops import explain, unpatch_paddle
 from tests.packaging import public_api
-from tests.packaging.subprocesses import ROOT, run_python
+from tests.packaging.subprocesses import ROOT, run_forked
 
 # The oracle is read, not called by programs. Families of other packages have the signatures of the originals;
 # docs/migrating*.md show their calls side by side with those.
@@ -79,8 +79,8 @@ def test_the_site_shows_an_example_as_code(name):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs(name):
     if name in IN_A_PROCESS_OF_ITS_OWN:
-        code = f"import sys\nfrom {__name__} import failures_of\nsys.exit(failures_of({name!r}))"
-        done = run_python(code, cwd=ROOT)
+        code = f"from {__name__} import failures_of\nsys.exit(failures_of({name!r}))"
+        done = run_forked(code, cwd=ROOT)
         assert done.returncode == 0, done.stdout + done.stderr
         return
     texts: list[str] = []

@@ -12,38 +12,33 @@ from pathlib import Path
 
 import pytest
 
+from tests.packaging.subprocesses import run_module
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-def run(*command: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+def run(name: str, *arguments: str) -> str:
+    done = run_module(f"examples.{name.removesuffix('.py')}", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_ernies_own_nodes_run_through_the_patch_and_match_the_dense_formulation():
-    lines = run(str(EXAMPLES / "ernie_unzip_zip.py")).splitlines()
+    lines = run("ernie_unzip_zip.py").splitlines()
     assert lines[0].endswith("this package (patch_paddle)")
     assert [line.split()[0] for line in lines[1:4]] == ["output", "d_tokens", "d_probs"]
     assert lines[-1].endswith("PASSED")
 
 
 def test_a_block_made_of_operators_trains_its_router_and_matches_the_dense_formulation():
-    lines = run(str(EXAMPLES / "moe_block.py"), "--steps", "40").splitlines()
+    lines = run("moe_block.py", "--steps", "40").splitlines()
     assert lines[-1] == "PASSED"
     first, last = re.findall(r"loss ([0-9.]+) -> ([0-9.]+),", lines[-3])[0]
     assert float(last) < 0.5 * float(first)
 
 
 def test_a_decoder_with_quantised_experts_is_served():
-    lines = run(str(EXAMPLES / "serve_ernie45_moe.py"), "--format", "int8", "--batch", "2").splitlines()
+    lines = run("serve_ernie45_moe.py", "--format", "int8", "--batch", "2").splitlines()
     assert re.fullmatch(r"eager: \d+ tokens/s", lines[-3])
     assert len(lines[-2].split()) == 50
     assert lines[-1] == "PASSED"
@@ -52,11 +47,11 @@ def test_a_decoder_with_quantised_experts_is_served():
 @pytest.mark.slow
 def test_a_language_model_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path):
     whole, half, rest = (
-        run(str(EXAMPLES / "train_language_model.py"), "--steps", steps, "--checkpoint", str(tmp_path / name))
+        run("train_language_model.py", "--steps", steps, "--checkpoint", str(tmp_path / name))
         for steps, name in (("8", "whole"), ("4", "half"), ("8", "half"))
     )
     float8 = ("--steps", "12", "--checkpoint", str(tmp_path / "half"), "--float8")
-    texts = whole, half, rest, run(str(EXAMPLES / "train_language_model.py"), *float8)
+    texts = whole, half, rest, run("train_language_model.py", *float8)
     losses = [re.findall(r"([0-9.]+) after (\d+)", text) for text in texts]
     assert [[steps for _, steps in each] for each in losses] == [["0", "8"], ["0", "4"], ["4", "8"], ["8", "12"]]
     assert losses[1][1] == losses[2][0]
@@ -68,10 +63,19 @@ def test_a_language_model_goes_on_from_its_checkpoint_with_the_same_bits(tmp_pat
 
 def over_processes(count: int, tmp_path: Path, *arguments: str) -> list[str]:
     """Output of the expert-parallelism example."""
-    launch = ["-m", "paddle.distributed.launch", "--nproc_per_node", str(count), "--log_dir", str(tmp_path)]
-    if count == 1:
-        launch = []
-    text = run(*launch, str(EXAMPLES / "expert_parallel.py"), *arguments, PADDLE_DISTRI_BACKEND="gloo")
+    program = str(EXAMPLES / "expert_parallel.py")
+    options = ["--nproc_per_node", str(count), "--log_dir", str(tmp_path)]
+    launch = ["-m", "paddle.distributed.launch", *options] if count > 1 else []
+    done = subprocess.run(
+        [sys.executable, *launch, program, *arguments],
+        env={**os.environ, "PADDLE_DISTRI_BACKEND": "gloo"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = done.stdout
     return [line for line in text.splitlines() if "processes: " in line or "process " in line or "nats" in line]
 
 
@@ -95,7 +99,7 @@ def test_processes_that_share_experts_train_and_go_on_from_a_checkpoint_in_anoth
 
 
 def test_a_saved_model_runs_in_a_process_without_it(tmp_path):
-    text = run(str(EXAMPLES / "export_inference.py"), "--steps", "25", "--out", str(tmp_path / "new"))
+    text = run("export_inference.py", "--steps", "25", "--out", str(tmp_path / "new"))
     lines = [line for line in text.splitlines() if " rows: " in line or "loss" in line or line in ("PASSED", "FAILED")]
     assert lines[0].startswith("25 steps, loss ")
     ways = [f"{way} {rows} rows" for rows in (1, 63, 257) for way in ("paddle.jit.load", "paddle.inference")]
@@ -105,7 +109,7 @@ def test_a_saved_model_runs_in_a_process_without_it(tmp_path):
 
 
 def test_experts_on_float8_rows_learn_as_those_in_float32_do():
-    text = run(str(EXAMPLES / "float8_experts.py"), "--steps", "100")
+    text = run("float8_experts.py", "--steps", "100")
     lines = [line for line in text.splitlines() if "loss" in line or "cosines" in line or line in ("PASSED", "FAILED")]
     assert [line.split()[0] for line in lines] == ["float32:", "float8:", "last", "cosines", "PASSED"]
     assert len({line.partition(" -> ")[2] for line in lines[:2]}) == 2  # another result: float8 took part

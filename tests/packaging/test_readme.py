@@ -7,8 +7,6 @@ from __future__ import annotations
 import importlib
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from benchmarks.kernels import report
 from benchmarks.kernels.results import load_run, run_paths
 from paddle_moe_ops import _build_check
 from paddle_moe_ops.__main__ import _parser
-from tests.packaging.subprocesses import run_command
+from tests.packaging.subprocesses import run_command, run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -34,9 +32,7 @@ def run_code(tmp_path):
     """A function that runs a program outside of the checkout and returns its output lines."""
 
     def run(code: str) -> list[str]:
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
-        )
+        done = run_forked(code, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 

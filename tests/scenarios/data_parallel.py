@@ -1,14 +1,8 @@
 # Copyright 2026 The paddle_moe_ops authors
 # SPDX-License-Identifier: Apache-2.0
-"""One process of two that train a model together: ``python -m tests.scenarios.data_parallel RANK PORT0 PORT1 OUT``.
-
-It writes the gradients of a step to OUT. Without arguments to `gradients` the same model runs alone.
-"""
+"""Gradients of a model that two processes train together, and of the same model alone."""
 
 from __future__ import annotations
-
-import os
-import sys
 
 import numpy as np
 import paddle
@@ -35,25 +29,12 @@ def gradients(net: paddle.nn.Layer, part: slice) -> dict[str, NDArray]:
     return {name.removeprefix("_layers."): each.grad.numpy() for name, each in net.named_parameters()}
 
 
-def main(rank: int, ports: list[str], out: str) -> None:
-    endpoints = [f"127.0.0.1:{port}" for port in ports]
-    os.environ.update(
-        PADDLE_TRAINER_ID=str(rank),
-        PADDLE_TRAINERS_NUM="2",
-        PADDLE_TRAINER_ENDPOINTS=",".join(endpoints),
-        PADDLE_CURRENT_ENDPOINT=endpoints[rank],
-        PADDLE_DISTRI_BACKEND="gloo",
-    )
-    paddle.distributed.init_parallel_env()
+def gradients_of_rank() -> dict[str, NDArray]:
+    """Gradients of all blocks and parts, for `tests.distributed.processes.run`."""
     results = {}
     for block in BLOCK_TYPES:
         for label, parts in PARTS.items():
             net = paddle.DataParallel(make_net(block))
-            for name, gradient in gradients(net, parts[rank]).items():
+            for name, gradient in gradients(net, parts[paddle.distributed.get_rank()]).items():
                 results[f"{block.__name__}/{label}/{name}"] = gradient
-    np.savez(out, **results)
-
-
-if __name__ == "__main__":
-    paddle.set_device("cpu")
-    main(int(sys.argv[1]), sys.argv[2:4], sys.argv[4])
+    return results

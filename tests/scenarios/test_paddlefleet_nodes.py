@@ -183,8 +183,8 @@ some_nodes = pairwise({"node": SOME_NODES, "dtype": ["float32", "bfloat16"]})
 def test_two_forward_passes_before_their_backward_passes(order, node, dtype, rng):
     """Micro-batches of a pipeline: each has the bits that it has alone."""
     model, batches = Model.make(rng), [batch_of(rng, 37, dtype), batch_of(rng, 9, dtype)]
-    alone = [run_nodes(IMPORTED, node, model, batch, 128) for batch in batches]
-    steps = [Step(IMPORTED, node, model, batch, 128) for batch in batches]
+    alone = [run_nodes(IMPORTED, node, model, batch, 8) for batch in batches]
+    steps = [Step(IMPORTED, node, model, batch, 8) for batch in batches]
     for number in order:
         assert_same_bits(steps[number].gradients(), alone[number])
 
@@ -238,7 +238,7 @@ def test_training_follows_that_of_a_dense_layer(name, rng):
     models = [Model.make(rng)] * 2
     for _ in range(4):
         batch = batch_of(rng, 63, "float32")
-        runs = [run_nodes(IMPORTED, NODES[name], models[0], batch, 128), run_dense(models[1], batch)]
+        runs = [run_nodes(IMPORTED, NODES[name], models[0], batch, 8), run_dense(models[1], batch)]
         assert_same(*runs, "float32")
         models = [
             Model(*(weight - 1e-3 * paddle.to_tensor(grad) for weight, grad in zip(model, run[2:], strict=True)))

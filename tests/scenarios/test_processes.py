@@ -4,11 +4,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import paddle
@@ -17,40 +13,16 @@ import pytest
 
 from paddle_moe_ops import permute, reference, route
 from paddle_moe_ops.testing.equality import assert_bits_equal
-from tests.distributed.processes import reserve_port
+from tests.distributed import processes
 
-from .data_parallel import PARTS, gradients
+from .data_parallel import PARTS, gradients, gradients_of_rank
 from .test_training import BLOCK_TYPES, BLOCKS, assert_close, batch_of, make_net
 
 
-def free_ports(count: int) -> list[str]:
-    sockets = [reserve_port() for _ in range(count)]
-    ports = [str(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 @pytest.fixture(scope="module")
-def of_ranks(tmp_path_factory):
-    """Reports of two processes of data_parallel.py."""
-    folder, ports = tmp_path_factory.mktemp("data_parallel"), free_ports(2)
-    outs = [folder / f"{rank}.npz" for rank in range(2)]
-    command = [sys.executable, "-m", "tests.scenarios.data_parallel"]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), *ports, str(outs[rank])],
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=600)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
-    return [dict(np.load(out)) for out in outs]
+def of_ranks() -> list[dict[str, np.ndarray]]:
+    """Gradients of two processes."""
+    return processes.run(gradients_of_rank, 2, "gloo")
 
 
 @pytest.mark.cpu_only

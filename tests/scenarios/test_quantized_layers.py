@@ -6,9 +6,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
-import subprocess
-import sys
 
 import numpy as np
 import paddle
@@ -21,6 +18,7 @@ from paddle_moe_ops.backends.layers import dequantized
 from paddle_moe_ops.backends.quantized import FORMATS
 from paddle_moe_ops.nn import MoELayer, SwiGLUExperts
 from paddle_moe_ops.testing.equality import assert_bits_equal
+from tests.packaging.subprocesses import run_forked
 
 pytestmark = [pytest.mark.compiled_only, pytest.mark.cpu_only]
 
@@ -103,8 +101,8 @@ for format in {[*FORMATS]}:
     layer, arrays = paddle.jit.load(path), np.load(path + ".npz")
     assert (layer(paddle.to_tensor(arrays["x"])).numpy() == arrays["due"]).all(), format
 """
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
+    done = run_forked(program)
+    assert done.returncode == 0, done.stderr
 
 
 @BY_FORMAT

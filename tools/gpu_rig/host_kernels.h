@@ -15,6 +15,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -202,6 +203,24 @@ struct HostForm {
   }
 };
 
+// One kernel of the device; the first call looks up how it is computed.
+struct DeviceKernel {
+  const char* name;
+  phi::DataType dtype;
+  std::once_flag looked_up{};
+  HostForm form{};
+  void* own = nullptr;
+
+  constexpr DeviceKernel(const char* name, phi::DataType dtype) : name(name), dtype(dtype) {}
+
+  void LookUp() {
+    std::call_once(looked_up, [this] {
+      form = HostForm::Find(name, dtype);
+      if (FindDeviceKernel != nullptr) own = FindDeviceKernel(name);
+    });
+  }
+};
+
 // Code that all kernels of one type share, so that it is compiled once; Function is `void(const phi::CPUContext&, ...)`.
 template <typename Function>
 struct HostFunction;
@@ -209,50 +228,51 @@ struct HostFunction;
 template <typename... Arguments>
 struct HostFunction<void (*)(const phi::CPUContext&, Arguments...)> {
   using CpuFunction = void (*)(const phi::CPUContext&, Arguments...);
+  using OwnFunction = bool (*)(const phi::DeviceContext&, Arguments...);
 
-  static void Run(const HostForm& form, const phi::CustomContext& context, Arguments... arguments) {
-    HostCall call(context, form.widened, form.writes);
-    form.kernel->GetVariadicKernelFn<CpuFunction>()(CpuContext(), call.Argument(arguments)...);
-    call.ReturnOutputs();
+  static void Run(DeviceKernel& kernel, const phi::DeviceContext& context, Arguments... arguments) {
+    kernel.LookUp();
+    if (kernel.own != nullptr && reinterpret_cast<OwnFunction>(kernel.own)(context, arguments...)) return;
+    RunOnHost(kernel.form, static_cast<const phi::CustomContext&>(context), arguments...);
   }
 
   // Entry point for Paddle's executor, which passes the arguments in a phi::KernelContext.
-  static void Run(const HostForm& form, phi::KernelContext* context) {
-    called = &form;
+  static void RunInProgram(DeviceKernel& kernel, phi::KernelContext* context) {
+    kernel.LookUp();
+    called = &kernel.form;
     phi::KernelImpl<decltype(&RunCalled), &RunCalled>::Compute(context);
   }
-  static void RunCalled(const phi::CustomContext& context, Arguments... arguments) { Run(*called, context, arguments...); }
-  static thread_local const HostForm* called;
 
   static phi::KernelArgsDef Declared() {
     phi::KernelArgsDef declared;
     phi::KernelArgsParseFunctor<CpuFunction>::Parse(CpuKey(phi::DataType::FLOAT32), &declared);
     return declared;
   }
+
+ private:
+  static void RunOnHost(const HostForm& form, const phi::CustomContext& context, Arguments... arguments) {
+    HostCall call(context, form.widened, form.writes);
+    form.kernel->GetVariadicKernelFn<CpuFunction>()(CpuContext(), call.Argument(arguments)...);
+    call.ReturnOutputs();
+  }
+  static void RunCalled(const phi::CustomContext& context, Arguments... arguments) { RunOnHost(*called, context, arguments...); }
+  static thread_local const HostForm* called;
 };
 
 template <typename... Arguments>
 thread_local const HostForm* HostFunction<void (*)(const phi::CPUContext&, Arguments...)>::called = nullptr;
 
-// One kernel of the device; Name::kText is its name.
+// Entry points of one kernel of the device; Name::kText is its name. There are thousands, so they contain one call each.
 template <typename Name, phi::DataType dtype, typename Function>
 struct HostKernel;
 
 template <typename Name, phi::DataType dtype, typename... Arguments>
 struct HostKernel<Name, dtype, void (*)(const phi::CPUContext&, Arguments...)> {
   using Shared = HostFunction<void (*)(const phi::CPUContext&, Arguments...)>;
+  static inline DeviceKernel kernel{Name::kText, dtype};
 
-  static const HostForm& Form() {
-    static const HostForm form = HostForm::Find(Name::kText, dtype);
-    return form;
-  }
-  static void Run(const phi::DeviceContext& context, Arguments... arguments) {
-    using Own = bool (*)(const phi::DeviceContext&, Arguments...);
-    static const Own own = FindDeviceKernel == nullptr ? nullptr : reinterpret_cast<Own>(FindDeviceKernel(Name::kText));
-    if (own != nullptr && own(context, arguments...)) return;
-    Shared::Run(Form(), static_cast<const phi::CustomContext&>(context), arguments...);
-  }
-  static void RunInProgram(phi::KernelContext* context) { Shared::Run(Form(), context); }
+  static void Run(const phi::DeviceContext& context, Arguments... arguments) { Shared::Run(kernel, context, arguments...); }
+  static void RunInProgram(phi::KernelContext* context) { Shared::RunInProgram(kernel, context); }
 };
 
 // Throws if the kernel of that name has other arguments than the declaration in the table.
