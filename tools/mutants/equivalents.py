@@ -83,6 +83,12 @@ EQUIVALENT = (
     (r"backends/gradients\.py", "", r"return both\(", "gradients that are not needed"),
     (r"gradients\.py", "condition dropped", r"if not paddle\.is_grad_enabled\(\) or value", "a shortcut"),
     (
+        r"backends/autograd\.py",
+        "condition dropped",
+        r"if not given or not wants_gradient",
+        "a shortcut in `connect`, too",
+    ),
+    (
         r"backends/experts\.py",
         "method dropped",
         r"each\.detach\(\) for each in made",
@@ -301,6 +307,7 @@ EQUIVALENT = (
     ),
     (r"compat/fp8/quantize\.py", "elements swapped", r"for argument, value in \(", "in any order"),
     (r"compat/paddlefleet\.py", "condition dropped", r"enumerate\(numbers or \(\)\)", "counts are given here"),
+    (r"compat/paddlefleet\.py", "constant", r"full_like\(places, -1\)", "any negative number will do"),
     (r"nn/experts\.py", "comparison", r"if alignment > 1 else None$", "a shortcut: offsets of groups without padding"),
     (r"nn/losses\.py", "method dropped", r"counts = mask\.astype", "a clip by a float returns floats"),
     (r"/_graphs\.py", "finally dropped", r"set_eval_frame\(tracer\)", "after an error bytecode is not traced: speed"),
