@@ -222,13 +222,13 @@ def test_rows_are_added_in_place(num_tokens, zipped_dtype, dtype, hidden, repeat
         assert target.inplace_version > version
 
 
-@pytest.mark.parametrize("size", [1, 7, 100, 0])
+@pytest.mark.parametrize("size", [1, 7, 100, 0, -(2**31)])
 @pairs
 @tokens
 def test_rows_are_added_to_parts(num_tokens, zipped_dtype, dtype, size, rng, place):
     zipped, rows, index = addends(rng, num_tokens, num_tokens, 4, zipped_dtype, dtype)
     expected = oracle.tokens_zip_unique_add(zipped, rows, index)
-    step = size or max(num_tokens, 1)
+    step = size if size > 0 else max(num_tokens, 1)
     parts = [tensor(zipped[start : start + step], place) for start in range(0, max(num_tokens, 1), step)]
     arguments = tensor(rows, place), tensor(index, place), num_tokens, size
     got = ops.tokens_zip_unique_add_subbatch(parts, *arguments)
@@ -359,6 +359,26 @@ def test_bad_arguments_are_named(name, place_of, value, error, message):
     arguments[place_of] = value
     with pytest.raises(error, match=f"^{name}: {message}"):
         getattr(ops, name)(*arguments)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(
+    ("parts", "error", "message"),
+    [
+        ([([2, 4], "int32")], TypeError, "x must be of dtype float32"),
+        ([([2, 4], "float32"), ([2, 4], "bfloat16")], TypeError, r"x\[1\] must be of dtype float32"),
+        (
+            [([2, 4], "float32"), ([1, 4], "float32"), ([2, 4], "float32")],
+            ValueError,
+            r"x\[1\] must be of shape \[2, 4\]",
+        ),
+        ([([2, 4], "float32"), ([2, 5], "float32")], ValueError, r"x\[1\] must be of shape \[rows, 4\]"),
+        ([([2, 4], "float32"), ([3, 4], "float32")], ValueError, r"x\[1\] must be of at most 2 rows, as x\[0\]"),
+    ],
+)
+def test_parts_that_do_not_fit_the_first_are_named(parts, error, message):
+    with pytest.raises(error, match=f"^merge_subbatch_cast: {message}"):
+        ops.merge_subbatch_cast([paddle.ones(shape).astype(dtype) for shape, dtype in parts], "float32")
 
 
 @pytest.mark.cpu_only
