@@ -104,6 +104,14 @@ def test_the_largest_cache_is_some_kilobytes_at_least(device):
     assert device.cache_bytes >= 1 << 14
 
 
+def test_threads_are_those_that_the_user_asks_for(device, monkeypatch):
+    monkeypatch.setenv("PADDLE_MOE_OPS_NUM_THREADS", "3")
+    try:
+        assert cpu.CpuDevice(LIBRARY).threads == 3
+    finally:
+        device.core.set_num_threads(device.threads)
+
+
 def test_a_problem_that_does_not_fit_into_memory_is_skipped(device, inputs, monkeypatch):
     monkeypatch.setattr(_report, "available_memory", lambda: 1000)
     with pytest.raises(Unsupported, match="GB of memory"):
