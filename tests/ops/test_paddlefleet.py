@@ -320,6 +320,7 @@ def _good():
 BAD = [
     ("tokens_unzip_gather", 0, paddle.int32, TypeError, "x must be of dtype"),
     ("tokens_unzip_gather", 1, [3, 1], ValueError, r"x_scale must be of shape \[2, num_scales\]"),
+    ("tokens_unzip_gather", 1, paddle.ones([2, 1], "float16"), TypeError, "x_scale must be of dtype float32 or int32"),
     ("tokens_unzip_gather", 2, [2, 0], ValueError, "zipped_expertwise_rowmap must be of shape"),
     ("tokens_unzip_gather", 3, 2, ValueError, "expert_id must be from 0 to 1"),
     ("tokens_unzip_gather", 5, 0, ValueError, "padding_multiplex must be from 1"),
@@ -365,6 +366,7 @@ def test_bad_arguments_are_named(name, place_of, value, error, message):
 @pytest.mark.parametrize(
     ("parts", "error", "message"),
     [
+        ([([], "float32"), ([2], "float32")], ValueError, r"x\[0\] must be of shape \[rows\]"),
         ([([2, 4], "int32")], TypeError, "x must be of dtype float32"),
         ([([2, 4], "float32"), ([2, 4], "bfloat16")], TypeError, r"x\[1\] must be of dtype float32"),
         (
@@ -403,14 +405,16 @@ def test_values_of_a_static_graph_are_refused(name):
         paddle.jit.to_static(traced, full_graph=True)(value)
 
 
+def _tensors_of_calls():
+    for name, arguments in _good().items():
+        for argument, value in zip(inspect.signature(getattr(ops, name)).parameters, arguments, strict=True):
+            if isinstance(value, paddle.Tensor):
+                yield name, argument, value
+    yield "merge_subbatch_cast", "x", paddle.ones([3, 2])
+
+
 @pytest.mark.cpu_only
-@pytest.mark.parametrize(
-    ("name", "argument", "value"),
-    [
-        ("merge_subbatch_cast", "x", paddle.ones([3, 2])),
-        ("tokens_zip_prob", "dispatched_indices", paddle.to_tensor([[0, 1], [-1, 0]])),
-    ],
-)
+@pytest.mark.parametrize(("name", "argument", "value"), list(_tensors_of_calls()))
 def test_a_value_of_a_static_graph_is_refused_in_place_of(name, argument, value):
     function, arguments = getattr(ops, name), _good()[name]
     place_of = list(inspect.signature(function).parameters).index(argument)
