@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.kernels import operators
 from benchmarks.kernels.device import Body
-from benchmarks.kernels.operators import OPERATIONS, OPERATORS, Library, implementations, minimum_bytes
+from benchmarks.kernels.operators import OPERATIONS, OPERATORS, Library, implementations, minimum_bytes, variant_of
 from benchmarks.kernels.operators.base import Operator, Variant, Way
 from benchmarks.kernels.problem import make_problem
 from benchmarks.kernels.shapes import Case, Operation, Shape
@@ -64,6 +64,13 @@ def test_implementations_offer_what_the_ways_say():
         for gpu in (True, False)
         if gpu or not way.gpu_only
     }
+
+
+def test_reading_is_measured_for_operations_that_read_far_more_than_they_write():
+    problem = make_problem(Case(Shape("s", 64, 8, 16, 256), "uniform"))
+    for operation in OPERATIONS:
+        least = minimum_bytes(operation, problem)
+        assert variant_of(operation).mostly_read == (least.read > 4 * least.written), operation.key
 
 
 def test_a_way_is_given_its_library_the_operation_and_the_inputs(monkeypatch):
