@@ -12,6 +12,7 @@ import pytest
 from benchmarks.kernels import cli, cpu
 from benchmarks.kernels.cpu_arrays import ArrayInputs, empty
 from benchmarks.kernels.device import Unsupported
+from benchmarks.kernels.inputs import pieces
 from benchmarks.kernels.operators import OPERATIONS
 from benchmarks.kernels.problem import make_problem
 from benchmarks.kernels.results import load_run
@@ -98,6 +99,16 @@ def test_arrays_begin_at_a_page(size):
     arrays = [empty((size, 3), np.float16) for _ in range(4)]
     assert all(array.ctypes.data % 4096 == 0 for array in arrays)
     assert all((array.shape, array.dtype) == ((size, 3), np.float16) for array in arrays)
+
+
+@pytest.mark.parametrize(
+    ("count", "width", "elements", "rows"),
+    [(7, 3, 10, [3, 3, 1]), (2, 20, 10, [1, 1]), (0, 3, 10, []), (3, 0, 2, [2, 1])],
+)
+def test_pieces_have_about_so_many_elements(count, width, elements, rows):
+    found = pieces(count, width, elements)
+    assert [part.stop - part.start for part in found] == rows
+    assert [index for part in found for index in range(count)[part]] == list(range(count))
 
 
 def test_the_largest_cache_is_some_kilobytes_at_least(device):

@@ -357,7 +357,16 @@ AREAS = {
         ),
         ("tests/core/test_*.py",),
     ),
-    "reference": Area(("paddle_moe_ops/reference/*.py",), ("tests/reference/test_*.py",)),
+    # Those of fastdeploy have its area.
+    "reference": Area(
+        ("paddle_moe_ops/reference/[!f]*.py", "paddle_moe_ops/reference/float8_mlp.py"),
+        (
+            "tests/reference/test_*.py",
+            *_tests("ops", "gshard", "incubate_*", "lists_of_matrices", "masked", "moe_mlp", "paddlefleet"),
+            *_tests("ops", "quantized_matrices", "rank_operators", "transformer_engine"),
+            *_tests("core", "row_id_map"),
+        ),
+    ),
 }
 
 # Python files of the package that no area has, each with its reason.
