@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import importlib
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,11 @@ def test_names_of_ways_and_variants_are_not_taken_twice():
         assert len(set(names)) == len(names), operator.name
         for way in operator.ways:
             assert set(way.variants) <= set(operator.variants), f"{way.name} of {operator.name}"
+
+
+def test_ways_are_in_one_order():
+    pairs = {each for operator in OPERATORS.values() for each in combinations([way.name for way in operator.ways], 2)}
+    assert not [each for each in pairs if each[::-1] in pairs]
 
 
 def test_implementations_offer_what_the_ways_say():

@@ -34,7 +34,6 @@ EQUIVALENT = (
     (r"kernels/cpu_arrays\.py", "(?!slice).*", r"_WORKERS|_PERIOD|_CHUNK_ELEMENTS =", "sizes of pieces"),
     (r"kernels/cpu_arrays\.py", "", r"^    return problem\.case\.shape\.hidden \*", "an estimate"),
     (r"kernels/(inputs|cpu_check)\.py", "", r"_ORACLE_ELEMENTS =|chunk_elements =", "sizes of pieces"),
-    (r"kernels/operators/", "elements swapped", r"^    ways=\($", "the order of columns"),
     (r"kernels/operators/", "constant|arithmetic", r"check\.chunks\(", "sizes of pieces"),
     (r"kernels/operators/", "", r'add_workspace\("(?!route)', "only CUDA kernels need one"),
     (r"kernels/operators/", "", r"case\.fill and \(", "an implementation for GPUs"),
