@@ -94,6 +94,14 @@ def test_no_two_rows_of_an_input_are_alike():
     assert len(np.unique(rows.view(np.uint16), axis=0)) == len(rows)
 
 
+def test_names_of_python_are_no_arrays_of_a_problem(all_inputs):
+    unfinished = object.__new__(ArrayInputs)
+    assert not hasattr(unfinished, "problem")
+    for name in ("_private", "__deepcopy__"):
+        with pytest.raises(AttributeError, match=f"^{name}$"):
+            getattr(next(iter(all_inputs.values())), name)
+
+
 @pytest.mark.parametrize("size", [1, 4096, 5000])
 def test_arrays_begin_at_a_page(size):
     arrays = [empty((size, 3), np.float16) for _ in range(4)]

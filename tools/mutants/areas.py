@@ -224,6 +224,7 @@ AREAS = {
         (
             *_tests("triton", "moe_mlp"),
             *_tests("ops", "moe_mlp", "explain_layer"),
+            *_tests("scenarios", "deferred_weight_gradients"),
         ),
     ),
     "triton_launch": Area(

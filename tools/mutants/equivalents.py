@@ -36,7 +36,8 @@ EQUIVALENT = (
     (r"kernels/(inputs|cpu_check)\.py", "", r"_ORACLE_ELEMENTS =|chunk_elements =", "sizes of pieces"),
     (r"kernels/operators/", "constant|arithmetic", r"check\.chunks\(", "sizes of pieces"),
     (r"kernels/operators/", "", r'add_workspace\("(?!route)', "only CUDA kernels need one"),
-    (r"kernels/operators/", "", r"case\.fill and \(", "an implementation for GPUs"),
+    (r"kernels/operators/", "", r'case\.fill and \(|core\.run\("permute", permute\)', "an implementation for GPUs"),
+    (r"kernels/operators/", "constant", r'^        "[\w-]+": [\d.]+,$', "times that others published"),
     (r"kernels/operators/", "", r"return_scores", "outputs that no test reads"),
     (r"kernels/operators/", "", r"\btorch\.|engine\.|index_select|\brow_id_map\[|\.long\(\)|d_probs", "seen on a GPU"),
     (r"/_report\.py", "", r"simplefilter\(", "warnings"),
@@ -116,6 +117,7 @@ EQUIVALENT = (
     (r"testing/tolerances\.py", "method dropped", r"expected\.astype\(np\.float64\)", "float32 is exact enough"),
     (r"triton/ops/route\.py", "opposite", r"8192 // width", "sizes of pieces"),
     (r"triton/ops/unpermute_backward\.py", "", r"programs_per_token = ", "how many programs share a token"),
+    (r"triton/gemm/mlp\.py", "", r"= (gemm|gated|wgrad)_config\(", "configurations change the speed alone"),
     (
         r"triton/gemm/(grouped_gemm|operands|wgrad)\.py",
         "",
