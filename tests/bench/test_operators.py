@@ -52,6 +52,8 @@ def test_names_of_ways_and_variants_are_not_taken_twice():
 def test_ways_are_in_one_order():
     pairs = {each for operator in OPERATORS.values() for each in combinations([way.name for way in operator.ways], 2)}
     assert not [each for each in pairs if each[::-1] in pairs]
+    for operator in OPERATORS.values():
+        assert list(operator.ways) == sorted(operator.ways, key=lambda way: list(Library).index(way.library))
 
 
 def test_implementations_offer_what_the_ways_say():
