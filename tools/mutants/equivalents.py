@@ -25,6 +25,7 @@ EQUIVALENT = (
     (r"/_quick\.py", "constant", r'getattr\(probs, "ndim", 0\)', "any number but 2"),
     (r"triton/gemm/gpu_facts\.py", "", r"^_MULTIPROCESSORS|cuDevice|_driver", "needs a GPU"),
     (r"triton/recording\.py", "with dropped", r"scratch_memory\(", "needs a GPU"),
+    (r"triton/recording\.py", "constant", r"^            return 0, 0$", "no array is at address 0"),
     (r"triton/ops/row_id_map\.py", "opposite", r"_MAX_COLUMNS\)", "sizes of pieces"),
     (r"/_quick\.py", "", r"workspace_mb: Any = 1024|workspace=workspace_mb <<", "sizes of pieces"),
     (r"_float8_layer\.py", "method dropped", r"values = gate_up\.detach\(\)", "codes have no gradient"),
@@ -54,7 +55,12 @@ EQUIVALENT = (
     (r"demo/checks\.py", "method dropped", r"bincount\(ids\.numpy", "NumPy reads a tensor as well"),
     (r"demo/training\.py", "", r"optimizer\.AdamW\(|beta|weight_decay|grad_clip", "any of them learns"),
     (r"demo/checks\.py", "", r"axis=|unsqueeze|shape\[-1\]|one_hot", "the last axis of a matrix is its second"),
-    (r"", "keyword dropped", r"take_along_axis|argsort|F\.softmax\(.*axis=-1", "the last axis, which is the default"),
+    (
+        r"",
+        "keyword dropped",
+        r"take_along_axis|argsort|np\.sort\(rows_of_slots|F\.softmax\(.*axis=-1",
+        "the last axis, which is the default",
+    ),
     (r"backends/", "arguments swapped", r"first_order_only\(", "any of the inputs may carry a graph"),
     (r"backends/gradients\.py", "constant", r"if mask_experts < 0 else", "a mask has one expert at least"),
     (
