@@ -278,8 +278,8 @@ def test_an_error_of_the_driver_is_raised_as_triton_does(card, rng):
 
 
 PECULIARITIES = {
-    "another launcher": lambda card: setattr(card, "launcher", lambda *_: None),
-    "no scratch": lambda card: setattr(card, "launcher", SimpleNamespace()),
+    "another launcher": lambda card: setattr(card, "launcher", type("Other", (Launcher,), {"__module__": "mine"})()),
+    "no scratch": lambda card: setattr(card, "launcher", type("Bare", (), {"__module__": Launcher.__module__})()),
     "scratch for a profiler": lambda card: setattr(card.launcher, "profile_scratch_size", 8),
     "a cooperative grid": lambda card: setattr(card.launcher, "launch_cooperative_grid", True),
     "dependent launches": lambda card: setattr(card.launcher, "launch_pdl", True),
