@@ -118,6 +118,8 @@ EQUIVALENT = (
     (r"reference/arithmetic\.py", "elements swapped", r"to_float32\(a\), to_float32\(b\)", "factors"),
     (r"reference/gemm\.py", "method dropped", r"\.astype\(np\.float64\)", "the other factor is float64"),
     (r"reference/paddle_fp8\.py", "method dropped", r"^    added = ", "the other addend is float64"),
+    (r"reference/incubate\.py", "method dropped", r"^    d_rows = weights", "the other factor is float64"),
+    (r"reference/row_id_map\.py", "condition dropped", r"None or row < 0 else", "a negative row stays as it is"),
     (r"reference/|testing/", "keyword dropped", r"np\.errstate\(", "warnings"),
     (r"testing/selftest\.py", "constant", r"^(CASES|EMPTY) = |Case\(T=64", "any shapes"),
     (r"testing/selftest\.py", "keyword dropped", r"^        d_out, d_slots = ", "gradients of another dtype are cast"),
