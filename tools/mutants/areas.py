@@ -366,6 +366,7 @@ AREAS = {
             *_tests("ops", "gshard", "incubate_*", "lists_of_matrices", "masked", "moe_mlp", "paddlefleet"),
             *_tests("ops", "paddle_fp8_quantize", "quantized_matrices", "rank_operators", "transformer_engine"),
             *_tests("core", "exchange", "few_tokens", "ranks", "row_id_map"),
+            *_tests("scenarios", "float8_wgrads"),
         ),
     ),
 }

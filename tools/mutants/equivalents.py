@@ -120,6 +120,7 @@ EQUIVALENT = (
     (r"reference/paddle_fp8\.py", "method dropped", r"^    added = ", "the other addend is float64"),
     (r"reference/incubate\.py", "method dropped", r"^    d_rows = weights", "the other factor is float64"),
     (r"reference/row_id_map\.py", "condition dropped", r"None or row < 0 else", "a negative row stays as it is"),
+    (r"reference/ranks\.py", "slice dropped", r"\(places < rows\)\]\[:1\]", "a token has at most one row at a rank"),
     (r"reference/|testing/", "keyword dropped", r"np\.errstate\(", "warnings"),
     (r"testing/selftest\.py", "constant", r"^(CASES|EMPTY) = |Case\(T=64", "any shapes"),
     (r"testing/selftest\.py", "keyword dropped", r"^        d_out, d_slots = ", "gradients of another dtype are cast"),
