@@ -130,6 +130,7 @@ EQUIVALENT = (
     (r"triton/ops/unpermute_backward\.py", "", r"programs_per_token = ", "how many programs share a token"),
     (r"triton/gemm/mlp\.py", "", r"= (gemm|gated|wgrad)_config\(", "configurations change the speed alone"),
     (r"triton/gemm/mlp\.py", "condition dropped", r"return 0 if self\.gathers or", "chunks that no launch reads"),
+    (r"triton/gemm/mlp\.py", "condition dropped", r"None or tables\.shape\[0\] !=", "both passes have one length"),
     (
         r"triton/gemm/(grouped_gemm|operands|wgrad)\.py",
         "",
