@@ -307,6 +307,7 @@ def test_kernels_that_are_launched_in_another_way_are_left_to_triton(card, pecul
 
 def test_so_are_those_of_clusters_and_of_more_shared_memory_than_is_usual(card):
     assert in_the_library(card, (4, 1, 227 << 10))
+    assert in_the_library(card, (4, 1, SHARED, 1, 1, 1))
     assert not in_the_library(card, (4, 1, 228 << 10))
     assert not in_the_library(card, (4, 2, SHARED))
 
