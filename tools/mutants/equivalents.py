@@ -49,6 +49,7 @@ EQUIVALENT = (
     (r"moe_ops/__init__\.py", "elements swapped", r"^    \*\(\"", "in any order"),
     (r"/explaining\.py", "with dropped", r"no_grad\(\):  # mixed", "a graph that nothing keeps"),
     (r"demo/", "", r"_TOLERANCE\b", "a float does not equal its limit"),
+    (r"demo/purpose\.py", "elements swapped", r"^TOKENS, HIDDEN, ", "any sizes"),
     (r"demo/run\.py", "", r"Column\(|console=console|Console\(|f\"step ", "looks"),
     (r"demo/checks\.py", "arguments swapped", r"index_add\(", "Paddle takes PyTorch's order as well"),
     (r"demo/checks\.py", "elements swapped", r"differences =", "the larger one counts"),
