@@ -358,7 +358,7 @@ AREAS = {
         ),
         ("tests/core/test_*.py",),
     ),
-    # Those of fastdeploy have its area.
+    # The area of fastdeploy has those of its functions.
     "reference": Area(
         ("paddle_moe_ops/reference/[!f]*.py", "paddle_moe_ops/reference/float8_mlp.py"),
         (
