@@ -110,7 +110,6 @@ def speed_of_moving(sizes: Sizes, num_tokens: int) -> Speed:
     """Time the moving of rows both ways, by turns, since other programs run too; the outputs are compared."""
     x = paddle.randn([num_tokens, sizes.hidden])
     probs, ids = paddle.topk(F.softmax(paddle.randn([num_tokens, sizes.experts])), sizes.topk)
-    ids = ids.astype("int32")
     leaves = [x, probs]
     for leaf in leaves:
         leaf.stop_gradient = False

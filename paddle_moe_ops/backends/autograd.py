@@ -209,7 +209,6 @@ class _Node(PyLayer):
         if saved:
             call.saved = tuple([unpacked(each, call.place) for each in saved])
         made = call.backward(*gradients)
-        call.saved = ()
         return made if len(made) > 1 else made[0]
 
 

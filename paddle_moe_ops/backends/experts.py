@@ -326,7 +326,7 @@ class MoeMlp(Call):
         down: Tensor,
         weights: Tensor | None,
         spec: MlpSpec,
-        parameters: tuple[Matrices, Matrices],
+        parameters: tuple[Matrices, ...],
         owns_codes: bool,
     ) -> None:
         super().__init__(kernels, x, gate_up, down, weights)
@@ -394,8 +394,7 @@ class DeferredMlp(MoeMlp):
         spec: MlpSpec,
         owns_codes: bool,
     ) -> None:
-        spec = spec._replace(accumulates=False)
-        super().__init__(kernels, x, gate_up, down, weights, spec, (gate_up, down), owns_codes)
+        super().__init__(kernels, x, gate_up, down, weights, spec, (), owns_codes)
         self.set_inputs(x, weights, *spec.deferral.leaves)
         self.has_d_weights = weights is not None
         if spec.quantized is None:

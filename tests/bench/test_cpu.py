@@ -12,6 +12,7 @@ import pytest
 from benchmarks.kernels import cli, cpu
 from benchmarks.kernels.cpu_arrays import ArrayInputs, empty
 from benchmarks.kernels.device import Unsupported
+from benchmarks.kernels.inputs import pieces
 from benchmarks.kernels.operators import OPERATIONS
 from benchmarks.kernels.problem import make_problem
 from benchmarks.kernels.results import load_run
@@ -93,6 +94,14 @@ def test_no_two_rows_of_an_input_are_alike():
     assert len(np.unique(rows.view(np.uint16), axis=0)) == len(rows)
 
 
+def test_names_of_python_are_no_arrays_of_a_problem(all_inputs):
+    unfinished = object.__new__(ArrayInputs)
+    assert not hasattr(unfinished, "problem")
+    for name in ("_private", "__deepcopy__"):
+        with pytest.raises(AttributeError, match=f"^{name}$"):
+            getattr(next(iter(all_inputs.values())), name)
+
+
 @pytest.mark.parametrize("size", [1, 4096, 5000])
 def test_arrays_begin_at_a_page(size):
     arrays = [empty((size, 3), np.float16) for _ in range(4)]
@@ -100,8 +109,26 @@ def test_arrays_begin_at_a_page(size):
     assert all((array.shape, array.dtype) == ((size, 3), np.float16) for array in arrays)
 
 
+@pytest.mark.parametrize(
+    ("count", "width", "elements", "rows"),
+    [(7, 3, 10, [3, 3, 1]), (2, 20, 10, [1, 1]), (0, 3, 10, []), (3, 0, 2, [2, 1])],
+)
+def test_pieces_have_about_so_many_elements(count, width, elements, rows):
+    found = pieces(count, width, elements)
+    assert [part.stop - part.start for part in found] == rows
+    assert [index for part in found for index in range(count)[part]] == list(range(count))
+
+
 def test_the_largest_cache_is_some_kilobytes_at_least(device):
     assert device.cache_bytes >= 1 << 14
+
+
+def test_threads_are_those_that_the_user_asks_for(device, monkeypatch):
+    monkeypatch.setenv("PADDLE_MOE_OPS_NUM_THREADS", "3")
+    try:
+        assert cpu.CpuDevice(LIBRARY).threads == 3
+    finally:
+        device.core.set_num_threads(device.threads)
 
 
 def test_a_problem_that_does_not_fit_into_memory_is_skipped(device, inputs, monkeypatch):

@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import importlib
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
 from benchmarks.kernels import operators
 from benchmarks.kernels.device import Body
-from benchmarks.kernels.operators import OPERATIONS, OPERATORS, Library, implementations, minimum_bytes
+from benchmarks.kernels.operators import OPERATIONS, OPERATORS, Library, implementations, minimum_bytes, variant_of
 from benchmarks.kernels.operators.base import Operator, Variant, Way
 from benchmarks.kernels.problem import make_problem
 from benchmarks.kernels.shapes import Case, Operation, Shape
@@ -48,6 +49,13 @@ def test_names_of_ways_and_variants_are_not_taken_twice():
             assert set(way.variants) <= set(operator.variants), f"{way.name} of {operator.name}"
 
 
+def test_ways_are_in_one_order():
+    pairs = {each for operator in OPERATORS.values() for each in combinations([way.name for way in operator.ways], 2)}
+    assert not [each for each in pairs if each[::-1] in pairs]
+    for operator in OPERATORS.values():
+        assert list(operator.ways) == sorted(operator.ways, key=lambda way: list(Library).index(way.library))
+
+
 def test_implementations_offer_what_the_ways_say():
     offered = {
         (library, gpu, implementation.name, operation)
@@ -64,6 +72,13 @@ def test_implementations_offer_what_the_ways_say():
         for gpu in (True, False)
         if gpu or not way.gpu_only
     }
+
+
+def test_reading_is_measured_for_operations_that_read_far_more_than_they_write():
+    problem = make_problem(Case(Shape("s", 64, 8, 16, 256), "uniform"))
+    for operation in OPERATIONS:
+        least = minimum_bytes(operation, problem)
+        assert variant_of(operation).mostly_read == (least.read > 4 * least.written), operation.key
 
 
 def test_a_way_is_given_its_library_the_operation_and_the_inputs(monkeypatch):

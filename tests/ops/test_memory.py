@@ -127,7 +127,7 @@ def test_weighted_unpermute_keeps_its_rows_once(ids, probs, place):
     assert ROW_BYTES <= kept < ROW_BYTES + SLACK
 
 
-def test_the_backward_pass_frees_what_a_weighted_sum_kept_though_the_loss_lives_on(ids, probs, place):
+def test_the_backward_pass_frees_what_a_weighted_sum_kept_though_the_loss_lives_on(ids, probs, place, backend):
     plan = route(ids, probs.detach(), num_experts=E)
     source = leaf(T * K, place)
     before = allocated_bytes()

@@ -278,8 +278,8 @@ def test_an_error_of_the_driver_is_raised_as_triton_does(card, rng):
 
 
 PECULIARITIES = {
-    "another launcher": lambda card: setattr(card, "launcher", lambda *_: None),
-    "no scratch": lambda card: setattr(card, "launcher", SimpleNamespace()),
+    "another launcher": lambda card: setattr(card, "launcher", type("Other", (Launcher,), {"__module__": "mine"})()),
+    "no scratch": lambda card: setattr(card, "launcher", type("Bare", (), {"__module__": Launcher.__module__})()),
     "scratch for a profiler": lambda card: setattr(card.launcher, "profile_scratch_size", 8),
     "a cooperative grid": lambda card: setattr(card.launcher, "launch_cooperative_grid", True),
     "dependent launches": lambda card: setattr(card.launcher, "launch_pdl", True),
@@ -307,6 +307,7 @@ def test_kernels_that_are_launched_in_another_way_are_left_to_triton(card, pecul
 
 def test_so_are_those_of_clusters_and_of_more_shared_memory_than_is_usual(card):
     assert in_the_library(card, (4, 1, 227 << 10))
+    assert in_the_library(card, (4, 1, SHARED, 1, 1, 1))
     assert not in_the_library(card, (4, 1, 228 << 10))
     assert not in_the_library(card, (4, 2, SHARED))
 

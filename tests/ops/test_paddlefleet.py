@@ -222,13 +222,13 @@ def test_rows_are_added_in_place(num_tokens, zipped_dtype, dtype, hidden, repeat
         assert target.inplace_version > version
 
 
-@pytest.mark.parametrize("size", [1, 7, 100, 0])
+@pytest.mark.parametrize("size", [1, 7, 100, 0, -(2**31)])
 @pairs
 @tokens
 def test_rows_are_added_to_parts(num_tokens, zipped_dtype, dtype, size, rng, place):
     zipped, rows, index = addends(rng, num_tokens, num_tokens, 4, zipped_dtype, dtype)
     expected = oracle.tokens_zip_unique_add(zipped, rows, index)
-    step = size or max(num_tokens, 1)
+    step = size if size > 0 else max(num_tokens, 1)
     parts = [tensor(zipped[start : start + step], place) for start in range(0, max(num_tokens, 1), step)]
     arguments = tensor(rows, place), tensor(index, place), num_tokens, size
     got = ops.tokens_zip_unique_add_subbatch(parts, *arguments)
@@ -320,6 +320,7 @@ def _good():
 BAD = [
     ("tokens_unzip_gather", 0, paddle.int32, TypeError, "x must be of dtype"),
     ("tokens_unzip_gather", 1, [3, 1], ValueError, r"x_scale must be of shape \[2, num_scales\]"),
+    ("tokens_unzip_gather", 1, paddle.ones([2, 1], "float16"), TypeError, "x_scale must be of dtype float32 or int32"),
     ("tokens_unzip_gather", 2, [2, 0], ValueError, "zipped_expertwise_rowmap must be of shape"),
     ("tokens_unzip_gather", 3, 2, ValueError, "expert_id must be from 0 to 1"),
     ("tokens_unzip_gather", 5, 0, ValueError, "padding_multiplex must be from 1"),
@@ -362,6 +363,27 @@ def test_bad_arguments_are_named(name, place_of, value, error, message):
 
 
 @pytest.mark.cpu_only
+@pytest.mark.parametrize(
+    ("parts", "error", "message"),
+    [
+        ([([], "float32"), ([2], "float32")], ValueError, r"x\[0\] must be of shape \[rows\]"),
+        ([([2, 4], "int32")], TypeError, "x must be of dtype float32"),
+        ([([2, 4], "float32"), ([2, 4], "bfloat16")], TypeError, r"x\[1\] must be of dtype float32"),
+        (
+            [([2, 4], "float32"), ([1, 4], "float32"), ([2, 4], "float32")],
+            ValueError,
+            r"x\[1\] must be of shape \[2, 4\]",
+        ),
+        ([([2, 4], "float32"), ([2, 5], "float32")], ValueError, r"x\[1\] must be of shape \[rows, 4\]"),
+        ([([2, 4], "float32"), ([3, 4], "float32")], ValueError, r"x\[1\] must be of at most 2 rows, as x\[0\]"),
+    ],
+)
+def test_parts_that_do_not_fit_the_first_are_named(parts, error, message):
+    with pytest.raises(error, match=f"^merge_subbatch_cast: {message}"):
+        ops.merge_subbatch_cast([paddle.ones(shape).astype(dtype) for shape, dtype in parts], "float32")
+
+
+@pytest.mark.cpu_only
 def test_ids_that_are_no_experts_raise():
     arguments = _good()["tokens_zip_prob"]
     with pytest.raises(ValueError, match=r"^tokens_zip_prob: dispatched_indices must .*, but token 1, slot 1 "):
@@ -383,14 +405,16 @@ def test_values_of_a_static_graph_are_refused(name):
         paddle.jit.to_static(traced, full_graph=True)(value)
 
 
+def _tensors_of_calls():
+    for name, arguments in _good().items():
+        for argument, value in zip(inspect.signature(getattr(ops, name)).parameters, arguments, strict=True):
+            if isinstance(value, paddle.Tensor):
+                yield name, argument, value
+    yield "merge_subbatch_cast", "x", paddle.ones([3, 2])
+
+
 @pytest.mark.cpu_only
-@pytest.mark.parametrize(
-    ("name", "argument", "value"),
-    [
-        ("merge_subbatch_cast", "x", paddle.ones([3, 2])),
-        ("tokens_zip_prob", "dispatched_indices", paddle.to_tensor([[0, 1], [-1, 0]])),
-    ],
-)
+@pytest.mark.parametrize(("name", "argument", "value"), list(_tensors_of_calls()))
 def test_a_value_of_a_static_graph_is_refused_in_place_of(name, argument, value):
     function, arguments = getattr(ops, name), _good()[name]
     place_of = list(inspect.signature(function).parameters).index(argument)

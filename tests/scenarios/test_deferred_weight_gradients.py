@@ -447,5 +447,9 @@ def test_kernels_in_the_interpreter_of_triton(interpreted):
         with use_backend("triton"):
             due = Program(dtype="bfloat16", tokens=5, **options).backward()
             made = Program(dtype="bfloat16", tokens=5, **options).backward(defer_dw=True)
+            interpreted.launches.clear()
             flush_dw()
         assert_same(made, due)
+        assert "wgrad_kernel" in interpreted.launches
+        makes_schedules = "schedule_kernel" in interpreted.launches
+        assert makes_schedules == ("biases" in options), "a layer that is one has those of its forward pass"

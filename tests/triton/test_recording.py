@@ -70,6 +70,22 @@ def test_a_call_of_the_same_sizes_is_repeated_with_its_own_arrays(doubling, rng)
     assert len(device.launches) == 3 * len(set(device.launches))
 
 
+def test_a_call_that_another_one_interrupts_keeps_its_arguments(doubling, rng):
+    device, x, other = doubling.device, values(rng), values(rng)
+    doubling(x)
+    run = device.run
+
+    def run_after_another_call(*launch):
+        device.run = run
+        np.testing.assert_array_equal(doubling(other), 2 * other)
+        run(*launch)
+
+    device.run = run_after_another_call
+    np.testing.assert_array_equal(doubling(x), 2 * x)
+    assert device.run is run
+    assert doubling.calls == 1
+
+
 def test_arrays_after_a_missing_one_count():
     device = Recording()
     small, large = (device.array(np.zeros(count, np.float32)) for count in (2, 3))

@@ -224,6 +224,7 @@ AREAS = {
         (
             *_tests("triton", "moe_mlp"),
             *_tests("ops", "moe_mlp", "explain_layer"),
+            *_tests("scenarios", "deferred_weight_gradients"),
         ),
     ),
     "triton_launch": Area(
@@ -357,7 +358,17 @@ AREAS = {
         ),
         ("tests/core/test_*.py",),
     ),
-    "reference": Area(("paddle_moe_ops/reference/*.py",), ("tests/reference/test_*.py",)),
+    # The area of fastdeploy has those of its functions.
+    "reference": Area(
+        ("paddle_moe_ops/reference/[!f]*.py", "paddle_moe_ops/reference/float8_mlp.py"),
+        (
+            "tests/reference/test_*.py",
+            *_tests("ops", "gshard", "incubate_*", "lists_of_matrices", "masked", "moe_mlp", "paddlefleet"),
+            *_tests("ops", "paddle_fp8_quantize", "quantized_matrices", "rank_operators", "transformer_engine"),
+            *_tests("core", "exchange", "few_tokens", "ranks", "row_id_map"),
+            *_tests("scenarios", "float8_wgrads"),
+        ),
+    ),
 }
 
 # Python files of the package that no area has, each with its reason.

@@ -86,7 +86,10 @@ def _public(_: Any, operation: Operation, inputs: Any) -> Body:
 
 OPERATOR = Operator(
     "moe_unpermute",
-    {"plain": Variant("bfloat16", ("out",)), "weighted": Variant("bfloat16", ("out",), published=(PUBLISHED,))},
+    {
+        "plain": Variant("bfloat16", ("out",), mostly_read=True),
+        "weighted": Variant("bfloat16", ("out",), mostly_read=True, published=(PUBLISHED,)),
+    },
     least_bytes=_least_bytes,
     probe=reduce,
     checks={"out": unlike_sums, "slot_probs": _unlike_probs},

@@ -22,7 +22,6 @@ from .routing import MAPS, core_maps, core_route_params, plain_routing, triton_r
 _ALL_MAPS = (*MAPS, "row_to_slot", "row_to_expert")
 # Maps of a mask. Maps by slot differ from the oracle's: slots are in the order of the experts, not of the ids.
 _MASK_MAPS = ("token_rows", "row_to_token", "row_probs", "tokens_per_expert")
-_PUBLIC_MAPS = ("slot_to_row", "token_rows", "row_to_token", "row_to_slot", "row_to_expert", "row_probs")
 
 
 def _least_bytes(_: Operation, problem: Problem) -> Bytes:
@@ -90,7 +89,7 @@ def _transformer_engine(engine: Any, _: Operation, inputs: Any) -> Body:
 def _public(_: Any, __: Operation, inputs: Any) -> Body:
     def run() -> Outputs:
         plan = inputs.route()
-        return {name: getattr(plan, name) for name in (*_PUBLIC_MAPS, "tokens_per_expert", "expert_offsets")}
+        return {name: getattr(plan, name) for name in _ALL_MAPS}
 
     return Body(run)
 
