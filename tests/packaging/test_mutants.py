@@ -179,6 +179,22 @@ def test_slow_tests_run_in_areas_that_name_them(tmp_path, runs_slow):
     assert record.tests == ["tests/test_two.py::test_one", *slow]
 
 
+def test_a_new_line_leaves_the_order_of_other_faults_as_it_is(tmp_path, monkeypatch):
+    (tmp_path / "source.py").write_text("A = 1\nB = 2\nC = 3\nD = 4\n")
+    run = module("run")
+    monkeypatch.setattr(run, "AREAS", {"small": module("areas").Area(("source.py",), ())})
+
+    def order():
+        sample = run.Sample(tmp_path, "small", 60, 1, [])
+        return [sample.difference(each) for each in iter(sample.next, None)]
+
+    before = order()
+    (tmp_path / "source.py").write_text("A = 1\nE = 5\nB = 2\nC = 3\nD = 4\n")
+    after = order()
+    assert len(after) == 5
+    assert [each for each in after if "E = " not in each] == before
+
+
 def test_results_of_a_run_become_a_page_and_are_not_tried_again(tmp_path, monkeypatch, capsys):
     tree, results = tmp_path / "tree", tmp_path / "results.jsonl"
     (tree / "tests").mkdir(parents=True)

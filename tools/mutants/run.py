@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import math
-import random
 import subprocess
 import tempfile
 import threading
@@ -36,26 +35,33 @@ PAGE = """# Results
 describes them.
 
 * faults: all faults of the area's sources
-* tried: faults of the sample that are not in the list of equivalents, with the share of them that survived
-* equivalent: faults of the sample in that list, with their share in the sample
+* tried: faults of samples that the sources still have, with the share of them that survived
+* equivalent: faults of the area's sources in the list of equivalents, with their share; they are not tried
 * commit: the one that the area's latest faults were tried on; those noticed before are not tried again
 
-An area whose sample is not tried in full has fewer than {count} tried faults.
+An area whose sample is not tried in full may have fewer than {count} tried faults.
 
 | area | faults | tried | survived | share | equivalent | share | commit |
 |---|--:|--:|--:|--:|--:|--:|---|
 {rows}"""
 
 
-def kinds_in_turn(mutants: list[Mutant], seed: int) -> list[Mutant]:
-    """Returns the mutants in random order, one of each kind before the next of any: swapped arguments are many."""
-    mutants = random.Random(seed).sample(mutants, len(mutants))
+def kinds_in_turn(mutants: list[Mutant], texts: list[str], seed: int) -> list[Mutant]:
+    """Returns the mutants in an order by hashes, one of each kind before the next of any: swapped arguments are many.
+
+    A mutant's hash depends on its path and on `texts`, the differences, alone. So a change of the sources leaves the
+    order of others as it is.
+    """
+    hashes = [
+        hashlib.sha256(f"{seed} {each.path} {text}".encode()).digest()
+        for each, text in zip(mutants, texts, strict=True)
+    ]
     seen: Counter[str] = Counter()
     turns = []
-    for mutant in mutants:
-        turns.append(seen[mutant.fault.kind])
+    for _, mutant in sorted(zip(hashes, mutants, strict=True), key=lambda pair: pair[0]):
+        turns.append((seen[mutant.fault.kind], mutant))
         seen[mutant.fault.kind] += 1
-    return [mutant for _, mutant in sorted(zip(turns, mutants, strict=True), key=lambda pair: pair[0])]
+    return [mutant for _, mutant in sorted(turns, key=lambda pair: pair[0])]
 
 
 class Result(NamedTuple):
@@ -82,7 +88,7 @@ class Sample:
         found = [(path, (tree / path).read_bytes()) for path in files_of(tree, AREAS[area].sources)]
         self.all = [Mutant(path, fault) for path, source in found for fault in faults_of(source)]
         self.sources = dict(found)
-        self._left = iter(kinds_in_turn(self.all, seed))
+        self._left = iter(kinds_in_turn(self.all, [self.difference(each) for each in self.all], seed))
         self._done = {(each.path, each.difference): each for each in done if each.area == area}
         self.results: list[Result] = []
         self._running, self._lock = 0, threading.Lock()
@@ -94,7 +100,7 @@ class Sample:
                 mutant = next(self._left, None)
                 if mutant is None:
                     return None
-                if is_equivalent(mutant.path, mutant.fault.kind, self._lines(mutant)[0]):
+                if self._is_equivalent(mutant):
                     self.results.append(self.result(mutant, "", survived=True, seconds=0.0))
                 elif (known := self._done.get((mutant.path, self.difference(mutant)))) is not None:
                     if known.how:
@@ -117,9 +123,17 @@ class Sample:
     def equivalent(self) -> int:
         return len(self.results) - len(self.tried())
 
-    def read(self) -> None:
-        """Takes results of earlier runs alone, up to the first mutant without one."""
-        self.next()
+    def known(self) -> list[Result]:
+        """Results of earlier runs, of all faults that the sources still have."""
+        keys = {(each.path, self.difference(each)): each for each in self.all if not self._is_equivalent(each)}
+        return [result for key in keys if (result := self._done.get(key)) is not None and result.how]
+
+    def equivalent_of_all(self) -> int:
+        """How many of all faults are in the list of equivalents."""
+        return sum(map(self._is_equivalent, self.all))
+
+    def _is_equivalent(self, mutant: Mutant) -> bool:
+        return is_equivalent(mutant.path, mutant.fault.kind, self._lines(mutant)[0])
 
     def result(self, mutant: Mutant, how: str, *, survived: bool, seconds: float) -> Result:
         fault, difference = mutant.fault, self.difference(mutant)
@@ -274,11 +288,10 @@ def table(tree: Path, paths: Sequence[Path], count: int, seed: int) -> str:
         if area not in latest:
             continue
         sample = Sample(tree, area, count, seed, known)
-        sample.read()
-        tried, equivalent = sample.tried(), sample.equivalent()
+        tried, equivalent = sample.known(), sample.equivalent_of_all()
         survived = sum(each.survived for each in tried)
         shares = [
-            f"{part / max(1, whole):.0%}" for part, whole in ((survived, len(tried)), (equivalent, len(sample.results)))
+            f"{part / max(1, whole):.0%}" for part, whole in ((survived, len(tried)), (equivalent, len(sample.all)))
         ]
         cells = [
             area,
