@@ -129,7 +129,7 @@ class Sample:
         return [result for key in keys if (result := self._done.get(key)) is not None and result.how]
 
     def equivalent_of_all(self) -> int:
-        """How many of all faults are in the list of equivalents."""
+        """Returns the number of faults in the list of equivalents, of all."""
         return sum(map(self._is_equivalent, self.all))
 
     def _is_equivalent(self, mutant: Mutant) -> bool:
