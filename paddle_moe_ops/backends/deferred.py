@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -59,6 +60,7 @@ Destinations = tuple[Destination | None, ...]
 Compute = Callable[[Destinations], Sequence[Matrices | None]]
 
 _pending: deque[_Pending] = deque()  # for `flush_dw`
+_flushing = threading.RLock()  # a flush ends when those of other threads have added the gradients that they took
 _in_fleet: weakref.WeakSet[_Pending] = weakref.WeakSet()  # in Fleet's store, which owns them
 
 
@@ -320,7 +322,8 @@ def flush_dw() -> int:
 
     Call it before an optimizer's ``step`` or ``clear_grad`` and before unscaling by a ``GradScaler``, which raise while
     gradients of their parameters wait, and before other functions that read gradients. Gradients in Fleet's
-    ``WeightGradStore`` are computed by its ``pop``, not here.
+    ``WeightGradStore`` are computed by its ``pop``, not here. A call flushes the backward passes of all threads; if
+    another thread flushes, it waits until that has ended.
 
     Not differentiable. Deterministic. Host synchronisation as in the backward pass.
 
@@ -345,22 +348,24 @@ def flush_dw() -> int:
         [8, 64, 96]
     """
     count = 0
-    while _pending:
-        pending = _pending.popleft()
-        try:
-            pending()
-        except BaseException:
-            if pending._compute is not None:
-                _pending.appendleft(pending)
-            raise
-        count += 1
+    with _flushing:
+        while _pending:
+            pending = _pending.popleft()
+            try:
+                pending()
+            except BaseException:
+                if pending._compute is not None:
+                    _pending.appendleft(pending)
+                raise
+            count += 1
     return count
 
 
 def discard_dw() -> int:
     """Drop the gradients that wait for `flush_dw`, and free their memory: after a backward pass that failed, say.
 
-    Gradients in Fleet's ``WeightGradStore`` are dropped by its ``clear``. Not differentiable. No host synchronisation.
+    It drops those of all threads. Gradients in Fleet's ``WeightGradStore`` are dropped by its ``clear``. Not
+    differentiable. No host synchronisation.
 
     Returns:
         the number of backward passes of layers, or of their GEMMs, whose gradients were dropped.
@@ -370,8 +375,9 @@ def discard_dw() -> int:
         >>> discard_dw()
         0
     """
-    count = len(_pending)
-    _pending.clear()
+    with _flushing:
+        count = len(_pending)
+        _pending.clear()
     return count
 
 
