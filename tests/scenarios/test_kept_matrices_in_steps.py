@@ -13,6 +13,7 @@ import pytest
 from paddle.distributed.fleet.utils import mix_precision_utils, recompute
 
 from paddle_moe_ops import expert_parallel
+from paddle_moe_ops.backends import changes
 from paddle_moe_ops.backends.layers import LayerKernels
 from paddle_moe_ops.expert_parallel import load_checkpoint, save_checkpoint
 from paddle_moe_ops.nn import keep_float8_matrices
@@ -150,3 +151,25 @@ def test_a_thread_that_quantises_keeps_nothing_that_another_has_changed(way, mon
     assert (due != before).any() == (way == "written and called")
     for each in found:
         assert_bits_equal(each, due, what="a later call")
+
+
+def test_a_write_is_noticed_while_another_threads_layer_begins_to_keep_its_matrices(monkeypatch):
+    layer, other, x = new_layer(), new_layer(), paddle.randn([T, H])
+    for each in (layer, other):
+        keep_float8_matrices(each)
+    before = layer(x).detach()
+    range_of, begun = changes._range_of, []
+
+    def interrupted(tensor):
+        found = range_of(tensor)
+        if not begun:
+            begun.append(1)
+            in_another_thread(lambda: other(x))
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(changes, "_range_of", interrupted)
+        layer.experts.down.set_value(2 * layer.experts.down)
+    after = layer(x).detach()
+    assert (after != before).any()
+    assert_bits_equal(after, exact(layer, x), what="out")
