@@ -12,7 +12,7 @@ import paddle
 from paddle import Tensor
 
 from .._graphs import dense
-from .autograd import Call, Gradients, connect, first_order_only, wants_gradient
+from .autograd import Call, Gradients, connect, first_order_only, inputs_of_partial_gradient, wants_gradient
 from .base import (
     Backend,
     GemmSpec,
@@ -25,7 +25,7 @@ from .base import (
     maps_of_layer,
 )
 from .changes import Watched, changes_of, count_changes, samples_of
-from .deferred import finished, owned
+from .deferred import are_among, finished, owned
 from .stacking import alias_of, destination_of_matrices, stack_or_view
 
 __all__ = [
@@ -390,13 +390,19 @@ class MoeMlp(Call):
         return x, gate_up, down, weights, tuple(others), self.tables, spec
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
-        operands = self._operands()
+        operands, wanted = self._operands(), [*self.wanted, False][:4]
         destinations: tuple[Any, ...] = (None, None)
+        self.added = frozenset()
         if self.parameters:
-            wanted = zip(self.wanted[1:3], self.parameters, strict=True)
-            destinations = tuple(destination_of_matrices(each) if want else None for want, each in wanted)
-        self.added = frozenset(number for number, each in enumerate(destinations, 1) if each is not None)
-        made = self.kernels.moe_mlp_backward(*gradients, *operands, (*self.wanted, False)[:4], destinations)
+            inputs = inputs_of_partial_gradient()
+            if inputs is not None:
+                pairs = zip(wanted[1:3], self.parameters, strict=True)
+                wanted[1:3] = [want and are_among(inputs, each) for want, each in pairs]
+            pairs = zip(wanted[1:3], self.parameters, strict=True)
+            destinations = tuple(destination_of_matrices(each) if want else None for want, each in pairs)
+            kinds = zip((1, 2), wanted[1:3], destinations, strict=True)
+            self.added = frozenset(number for number, want, each in kinds if each is not None or not want)
+        made = self.kernels.moe_mlp_backward(*gradients, *operands, tuple(wanted), destinations)
         return first_order_only(self, made[: len(self.wanted)], *gradients, *operands[:4])
 
 
