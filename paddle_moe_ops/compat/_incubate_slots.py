@@ -11,7 +11,7 @@ import paddle
 from paddle import Tensor
 
 from .. import _checks
-from .._graphs import constant, dense, is_graph_value, numbers_of, to_dtype
+from .._graphs import constant, dense, index_sample, is_graph_value, numbers_of, to_dtype
 from ..backends import RowMaps, Validation, resolve
 from ..routing import calculate_topk, route
 from .row_maps import kept, known_slots, num_rows_of, of_experts, read_index_map
@@ -39,7 +39,7 @@ def choose_experts(
     chosen_by = scores if corr_bias is None else scores + corr_bias
     # Only the choice is needed, which depends on the values themselves.
     ids = calculate_topk(chosen_by, k, False, False, pre_act=False, post_act=True)[1].astype("int32")
-    return paddle.index_sample(gate_logits, ids), ids
+    return index_sample(gate_logits, ids), ids
 
 
 def ranks_by_slot(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,6 +12,7 @@ from paddle.autograd import PyLayer
 from paddle.distributed.fleet.utils import recompute
 
 from paddle_moe_ops import Plan, moe_mlp, permute, route, unpermute, use_backend
+from paddle_moe_ops.compat.incubate_dispatch import moe_gate_dispatch, moe_gate_dispatch_permute
 from paddle_moe_ops.nn import MoELayer, SwiGLUExperts
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.dense import assert_close, results
@@ -60,6 +61,25 @@ def test_every_operation(operation, tokens, routed, use_reentrant, place, backen
 def test_every_operation_on_interpreted_kernels(operation, tokens, routed, use_reentrant, interpreted):
     with use_backend("triton"):
         check_operation(operation, tokens, routed, use_reentrant, "cpu")
+
+
+CHOICES = {
+    "moe_gate_dispatch": lambda x, gates: moe_gate_dispatch(x, gates, None, K, 2, True)[:2],
+    "moe_gate_dispatch, without padding": lambda x, gates: moe_gate_dispatch(x, gates, None, K, 2, False)[:2],
+    "moe_gate_dispatch_permute": lambda x, gates: moe_gate_dispatch_permute(x, gates, None, K, 2, 1)[:2],
+    "route, with a capacity": lambda x, gates: (route(gates > 0, gates, topk=K, capacity=2).row_probs, x * 1),
+}
+
+
+@pytest.mark.sampled(4)
+@BY
+@pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES)
+def test_choices_of_experts_for_no_tokens(choose, use_reentrant, place, backend):
+    x, gates = paddle.zeros([0, H]), paddle.zeros([0, E])
+    x.stop_gradient = gates.stop_gradient = False
+    chosen = recompute(choose, x, gates, use_reentrant=use_reentrant)
+    sum(each.sum() for each in chosen).backward()
+    assert (x.grad.shape, gates.grad.shape) == ([0, H], [0, E])
 
 
 def plan_of(tokens, routed, **options):
