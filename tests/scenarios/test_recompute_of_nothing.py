@@ -187,11 +187,13 @@ def test_layers_of_experts_on_interpreted_kernels(layer, plan, use_reentrant, in
 
 @BY
 @pytest.mark.parametrize("options", [{}, {"capacity_factor": 0.75}, {**FLOAT8}], ids=["plain", "capacity", "float8"])
-def test_a_layer_without_tokens(options, use_reentrant, place, backend):
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_layer_without_tokens(masked, options, use_reentrant, place, backend):
     layer, x = MoELayer(H, I, E, K, **options), paddle.zeros([0, H])
+    mask = paddle.zeros([0], "bool") if masked else None
 
     def all_of(x):
-        return layer(x), layer.aux_loss, layer.z_loss
+        return layer(x, mask=mask), layer.aux_loss, layer.z_loss
 
     assert_close(
         results(layer, x, lambda x: recompute(all_of, x, use_reentrant=use_reentrant)), results(layer, x, all_of)
