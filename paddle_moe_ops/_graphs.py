@@ -320,6 +320,13 @@ def ready_for_matmul(rows: Tensor, weight: Tensor) -> Tensor:
     return rows
 
 
+def index_sample(values: Tensor, ids: Tensor) -> Tensor:
+    """`paddle.index_sample`, whose backward pass fails without rows if recompute by hooks has saved its operands."""
+    if isinstance(values, GraphValue) or values.shape[0] > 0:
+        return paddle.index_sample(values, ids)
+    return values[:, :1].expand(ids.shape)
+
+
 def in_float32(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Apply a function to tensors: unchanged on a GPU; otherwise in float32, rounded to the first tensor's dtype."""
     is_float32 = not paddle.amp.is_autocast_enabled()

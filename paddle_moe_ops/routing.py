@@ -12,7 +12,7 @@ import paddle
 from paddle import Tensor
 
 from . import _checks
-from ._graphs import constant, float32, is_graph_value, known_sizes, public
+from ._graphs import constant, float32, index_sample, is_graph_value, known_sizes, public
 from ._native import native
 from ._options import Duplicates
 from .backends import Backend, RouteSpec, TopkSpec, Validation, resolve
@@ -350,7 +350,7 @@ def _route_up_to(
     is_kept = (rows >= 0) & (rows - own_start < limit)
     ids = paddle.where(is_kept, experts, paddle.full_like(experts, -1))
     if probs is not None and spec.topk >= 0:
-        probs = paddle.index_sample(probs, experts.clip(min=0))
+        probs = index_sample(probs, experts.clip(min=0))
     kept = None
     if isinstance(capacity, int) and spec.counts is not None:
         alignment = spec.padding_alignment

@@ -16,8 +16,9 @@ one reads freed memory and crashes the process. A hook on the node's outputs rai
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle
@@ -36,11 +37,15 @@ __all__ = [
     "as_node",
     "connect",
     "first_order_only",
+    "inputs_of_partial_gradient",
     "linear",
     "wants_gradient",
 ]
 
 Gradients = tuple[Tensor | None, ...]
+
+_PARTIAL = "paddle.base.dygraph.base", "grad"
+_WHOLE = ("paddle.autograd.backward_mode", "backward"), ("paddle.base.dygraph.tensor_patch_methods", "backward")
 
 
 class _Witness:
@@ -318,3 +323,16 @@ def first_order_only(call: Call, made: Gradients, *inputs: Tensor | None) -> Gra
         return made
     connected = iter(connect(_FirstOrderOnly(call, tuple(given), *inputs), *inputs))
     return tuple(None if gradient is None else next(connected) for gradient in made)
+
+
+def inputs_of_partial_gradient() -> Sequence[Tensor] | None:
+    """The tensors whose gradients `paddle.grad` computes, or None in a whole backward pass."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        place = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if place in _WHOLE:
+            return None
+        if place == _PARTIAL:
+            return frame.f_locals["inputs"]
+        frame = frame.f_back
+    return None

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -34,6 +36,7 @@ _WRITERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
 # Beginnings of the names of a group's methods that write.
 _COLLECTIVES = ("all_", "allreduce", "alltoall", "broadcast", "gather", "recv", "reduce", "scatter")
 _NUM_SAMPLES = 1024
+_numbers = itertools.count(1)  # threads that count at once get different ones
 _count = 0
 _counts = False
 
@@ -43,25 +46,29 @@ class Watched:
 
     _all: ClassVar[weakref.WeakSet[Watched]] = weakref.WeakSet()
     _merged: ClassVar[list[tuple[int, int]] | None] = None  # ranges of all, sorted and disjoint
+    _lock = threading.RLock()  # of both
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []
-        Watched._all.add(self)
+        with Watched._lock:
+            Watched._all.add(self)
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
         """Watch these tensors in place of earlier ones."""
         ranges = [_range_of(each) for each in tensors]
         if ranges != self._ranges:
-            self._ranges, Watched._merged = ranges, None
+            with Watched._lock:
+                self._ranges, Watched._merged = ranges, None
 
     @classmethod
     def overlaps(cls, tensor: Tensor | core.DenseTensor) -> bool:
         """True if a tensor shares memory with one that is watched, or was lately."""
-        if cls._merged is None:
-            cls._merged = _merged(sorted({each for watched in cls._all for each in watched._ranges}))
         start, end = _range_of(tensor)
-        place = bisect.bisect_left(cls._merged, (end, 0))
-        return place > 0 and cls._merged[place - 1][1] > start
+        with cls._lock:
+            if cls._merged is None:
+                cls._merged = _merged(sorted({each for watched in cls._all for each in watched._ranges}))
+            place = bisect.bisect_left(cls._merged, (end, 0))
+            return place > 0 and cls._merged[place - 1][1] > start
 
 
 def count_changes() -> None:
@@ -91,7 +98,7 @@ def _counting(function: Callable[..., Any], counts: Callable[[Iterable[Any]], bo
             return function(*arguments, **keywords)
         finally:
             if counts is None or counts((*arguments, *keywords.values())):
-                _count += 1
+                _count = next(_numbers)
 
     del call.__wrapped__  # paddle.jit looks for the source of what it wraps, which a method of C++ lacks
     return call

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -26,13 +27,14 @@ from paddle.optimizer import Optimizer
 from .._graphs import is_graph_value, to_dtype, without_autocast
 from .._native import native
 from .accumulation import Destination, destination_of, put
-from .autograd import Call, Gradients, wants_gradient
+from .autograd import Call, Gradients, inputs_of_partial_gradient, wants_gradient
 from .base import Matrices
 from .stacking import destination_of_matrices, parts_of
 
 __all__ = [
     "FLEET",
     "Deferral",
+    "are_among",
     "deferral_of",
     "detached",
     "discard_dw",
@@ -52,13 +54,12 @@ _CLEARING = (  # Fleet's optimizers with a `clear_grad` of their own
     (_SHARDING, "DygraphShardingOptimizer"),
     (_SHARDING, "DygraphShardingOptimizerV2"),
 )
-_PARTIAL = "paddle.base.dygraph.base", "grad"
-_WHOLE = ("paddle.autograd.backward_mode", "backward"), ("paddle.base.dygraph.tensor_patch_methods", "backward")
 
 Destinations = tuple[Destination | None, ...]
 Compute = Callable[[Destinations], Sequence[Matrices | None]]
 
 _pending: deque[_Pending] = deque()  # for `flush_dw`
+_flushing = threading.RLock()  # a flush ends when those of other threads have added the gradients that they took
 _in_fleet: weakref.WeakSet[_Pending] = weakref.WeakSet()  # in Fleet's store, which owns them
 
 
@@ -139,6 +140,11 @@ def _reduces(wrapper: paddle.DataParallel, leaves: Iterable[Tensor]) -> bool:
     return any(not each.stop_gradient and not getattr(each, "no_sync", False) for each in leaves)
 
 
+def are_among(inputs: Sequence[Tensor], given: Matrices) -> bool:
+    """True if some of these matrices are among the inputs."""
+    return any(each is one for each in _listed(given) for one in inputs)
+
+
 def _listed(given: Matrices) -> Sequence[Tensor]:
     return [given] if isinstance(given, Tensor) else given
 
@@ -180,7 +186,8 @@ class _Pending:
             made = compute(destinations)
             self._compute = None
             results: list[Tensor | None] = []
-            for given, gradient in zip(deferral.matrices, made, strict=True):
+            for want, given, gradient in zip(self._wanted, deferral.matrices, made, strict=True):
+                gradient = gradient if want else None
                 results += _accumulated(given, gradient) if deferral.accumulates else _of_leaves(given, gradient)
         return results
 
@@ -270,10 +277,12 @@ def finished(
     """
     if paddle.is_grad_enabled():
         raise RuntimeError(f"{call.function}: create_graph=True is not supported with defer_dw={deferral.mode!r}")
+    inputs = inputs_of_partial_gradient()
+    if inputs is not None:
+        wanted = [want and are_among(inputs, each) for want, each in zip(wanted, deferral.matrices, strict=True)]
     pending = _Pending(call.function, deferral, wanted, compute, read)
     store = getattr(sys.modules.get(_STORE), "WeightGradStore", None)
     in_fleet = store is not None and store.enabled
-    inputs = _inputs_of_partial_gradient()
     made: list[Tensor | None] = [None] * len(deferral.leaves)
     if deferral.mode == FLEET and not in_fleet:
         made = pending.gradients()
@@ -281,7 +290,7 @@ def finished(
             pairs = zip(made, deferral.leaves, strict=True)
             made = [each if any(leaf is one for one in inputs) else None for each, leaf in pairs]
     elif inputs is not None:  # whose gradients alone are wanted
-        if any(each is leaf for each in inputs for leaf in deferral.leaves):
+        if are_among(inputs, deferral.leaves):
             raise RuntimeError(
                 f"{call.function}: paddle.grad of matrices is not supported with defer_dw={deferral.mode!r}, which "
                 "computes their gradients after the backward pass; use backward() and flush_dw()"
@@ -297,19 +306,6 @@ def finished(
     return (*gradients, *made)
 
 
-def _inputs_of_partial_gradient() -> Sequence[Tensor] | None:
-    """The tensors whose gradients `paddle.grad` computes, or None in a whole backward pass."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        place = frame.f_globals.get("__name__"), frame.f_code.co_name
-        if place in _WHOLE:
-            return None
-        if place == _PARTIAL:
-            return frame.f_locals["inputs"]
-        frame = frame.f_back
-    return None
-
-
 def flush_dw() -> int:
     """Compute the gradients that calls with ``defer_dw=True`` have left out of their backward passes, and add them.
 
@@ -320,7 +316,8 @@ def flush_dw() -> int:
 
     Call it before an optimizer's ``step`` or ``clear_grad`` and before unscaling by a ``GradScaler``, which raise while
     gradients of their parameters wait, and before other functions that read gradients. Gradients in Fleet's
-    ``WeightGradStore`` are computed by its ``pop``, not here.
+    ``WeightGradStore`` are computed by its ``pop``, not here. A call flushes the backward passes of all threads; if
+    another thread flushes, it waits until that has ended.
 
     Not differentiable. Deterministic. Host synchronisation as in the backward pass.
 
@@ -345,22 +342,24 @@ def flush_dw() -> int:
         [8, 64, 96]
     """
     count = 0
-    while _pending:
-        pending = _pending.popleft()
-        try:
-            pending()
-        except BaseException:
-            if pending._compute is not None:
-                _pending.appendleft(pending)
-            raise
-        count += 1
+    with _flushing:
+        while _pending:
+            pending = _pending.popleft()
+            try:
+                pending()
+            except BaseException:
+                if pending._compute is not None:
+                    _pending.appendleft(pending)
+                raise
+            count += 1
     return count
 
 
 def discard_dw() -> int:
     """Drop the gradients that wait for `flush_dw`, and free their memory: after a backward pass that failed, say.
 
-    Gradients in Fleet's ``WeightGradStore`` are dropped by its ``clear``. Not differentiable. No host synchronisation.
+    It drops those of all threads. Gradients in Fleet's ``WeightGradStore`` are dropped by its ``clear``. Not
+    differentiable. No host synchronisation.
 
     Returns:
         the number of backward passes of layers, or of their GEMMs, whose gradients were dropped.
@@ -370,8 +369,9 @@ def discard_dw() -> int:
         >>> discard_dw()
         0
     """
-    count = len(_pending)
-    _pending.clear()
+    with _flushing:
+        count = len(_pending)
+        _pending.clear()
     return count
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -11,7 +12,7 @@ import paddle
 from paddle import Tensor
 
 from .._graphs import dense
-from .autograd import Call, Gradients, connect, first_order_only, wants_gradient
+from .autograd import Call, Gradients, connect, first_order_only, inputs_of_partial_gradient, wants_gradient
 from .base import (
     Backend,
     GemmSpec,
@@ -24,7 +25,7 @@ from .base import (
     maps_of_layer,
 )
 from .changes import Watched, changes_of, count_changes, samples_of
-from .deferred import finished, owned
+from .deferred import are_among, finished, owned
 from .stacking import alias_of, destination_of_matrices, stack_or_view
 
 __all__ = [
@@ -84,6 +85,7 @@ class Float8Matrices:
         self._samples: list[bytes] | None = None
         self._device_samples: Any = None  # a `samples.DeviceSamples`
         self._has_device_samples = False  # of the matrices
+        self._lock = threading.RLock()  # calls of several threads may share a cache
 
     @property
     def is_empty(self) -> bool:
@@ -91,16 +93,18 @@ class Float8Matrices:
 
     def clear(self) -> None:
         """Empty the cache; its memory is freed when no backward pass needs it."""
-        self._of = self._made = self._samples = None
-        self._has_device_samples = False
-        if self._has_found_change():
-            self._device_samples = None
+        with self._lock:
+            self._of = self._made = self._samples = None
+            self._has_device_samples = False
+            if self._has_found_change():
+                self._device_samples = None
 
     def _has_found_change(self) -> bool:
         return self._device_samples is not None and self._device_samples.have_changed()
 
     def __repr__(self) -> str:
-        return f"Float8Matrices({'empty' if self.is_empty else f'of {len(self._of[0])} tensors'})"
+        with self._lock:
+            return f"Float8Matrices({'empty' if self.is_empty else f'of {len(self._of[0])} tensors'})"
 
     def __reduce__(self) -> tuple[type, tuple]:
         return Float8Matrices, ()
@@ -139,21 +143,32 @@ def holds_others(kept: Float8Matrices, gate_up: Matrices, down: Matrices, transp
     count_changes()
     casts_to = paddle.amp.get_autocast_dtype() if paddle.amp.is_autocast_enabled() else None
     facts = transpose, casts_to, _facts_of(gate_up), _facts_of(down)
-    changes, has_moved = changes_of(*_listed(gate_up), *_listed(down)), kept._of is not None and facts != kept._of[1]
-    if kept._is_default if has_moved else changes != kept._changes:
-        kept.clear()
-    if kept._made is None:
-        # Aliases, because a parameter may move to other memory.
-        kept._changes, kept._of = changes, ([alias_of(each) for each in (*_listed(gate_up), *_listed(down))], facts)
-        kept._watched.watch([*_listed(gate_up), *_listed(down)])
-    return facts != kept._of[1]
+    with kept._lock:
+        changes = changes_of(*_listed(gate_up), *_listed(down))
+        has_moved = kept._of is not None and facts != kept._of[1]
+        if kept._is_default if has_moved else changes != kept._changes:
+            kept.clear()
+        if kept._made is None:
+            # Aliases, because a parameter may move to other memory.
+            kept._changes, kept._of = changes, ([alias_of(each) for each in (*_listed(gate_up), *_listed(down))], facts)
+            kept._watched.watch([*_listed(gate_up), *_listed(down)])
+        return facts != kept._of[1]
 
 
 def made_by(kept: Float8Matrices, name: str, make: Callable[[], Any]) -> Any:
-    """Return the cached matrices of the backend ``name``; if there are none, ``make`` computes them first."""
-    if kept._made is None or kept._made[0] != name:
-        kept._made = name, make()
-    return kept._made[1]
+    """Return the cached matrices of the backend ``name``; if there are none, ``make`` computes them first.
+
+    If another thread has cleared the cache in between, it has found a change, and these matrices are not cached.
+    """
+    with kept._lock:
+        of, found = kept._of, kept._made
+    if found is not None and found[0] == name:
+        return found[1]
+    made = make()
+    with kept._lock:
+        if of is not None and kept._of is of:
+            kept._made = name, made
+    return made
 
 
 def check_unchanged(
@@ -172,22 +187,25 @@ def check_unchanged(
         made: the cached result of `made_by`, in which codes and scales of both come first.
         validation: whether to compare on the host.
     """
-    if validation != Validation.OFF:
-        samples = samples_of((gate_up, down))
-        if kept._samples is None:
-            kept._samples = samples
-        elif samples != kept._samples:
-            _raise_changed()
-        return
-    if kept._device_samples is None:
-        kept._device_samples = kernels.new_samples(gate_up)
-    if kept._device_samples is None or len(made) < 4:  # kernels that compare nothing keep no codes
-        return
-    if kept._has_device_samples:
-        kept._device_samples.compare((gate_up, down), (made[1], made[3]))
-    else:
-        kept._device_samples.take(gate_up, down)
-        kept._has_device_samples = True
+    with kept._lock:
+        if kept._made is None or kept._made[1] is not made:  # another thread has changed the cache
+            return
+        if validation != Validation.OFF:
+            samples = samples_of((gate_up, down))
+            if kept._samples is None:
+                kept._samples = samples
+            elif samples != kept._samples:
+                _raise_changed()
+            return
+        if kept._device_samples is None:
+            kept._device_samples = kernels.new_samples(gate_up)
+        if kept._device_samples is None or len(made) < 4:  # kernels that compare nothing keep no codes
+            return
+        if kept._has_device_samples:
+            kept._device_samples.compare((gate_up, down), (made[1], made[3]))
+        else:
+            kept._device_samples.take(gate_up, down)
+            kept._has_device_samples = True
 
 
 def _raise_changed() -> NoReturn:
@@ -198,9 +216,10 @@ def _raise_changed() -> NoReturn:
 
 def replaced_by(kept: Float8Matrices, before: Any, made: Any) -> Any:
     """Replace the result ``before`` of `made_by` by ``made``, unless another thread has cleared the cache."""
-    found = kept._made
-    if made is not before and found is not None and found[1] is before:
-        kept._made = found[0], made
+    with kept._lock:
+        found = kept._made
+        if made is not before and found is not None and found[1] is before:
+            kept._made = found[0], made
     return made
 
 
@@ -371,13 +390,19 @@ class MoeMlp(Call):
         return x, gate_up, down, weights, tuple(others), self.tables, spec
 
     def differentiate(self, *gradients: Tensor) -> Gradients:
-        operands = self._operands()
+        operands, wanted = self._operands(), [*self.wanted, False][:4]
         destinations: tuple[Any, ...] = (None, None)
+        self.added = frozenset()
         if self.parameters:
-            wanted = zip(self.wanted[1:3], self.parameters, strict=True)
-            destinations = tuple(destination_of_matrices(each) if want else None for want, each in wanted)
-        self.added = frozenset(number for number, each in enumerate(destinations, 1) if each is not None)
-        made = self.kernels.moe_mlp_backward(*gradients, *operands, (*self.wanted, False)[:4], destinations)
+            inputs = inputs_of_partial_gradient()
+            if inputs is not None:
+                pairs = zip(wanted[1:3], self.parameters, strict=True)
+                wanted[1:3] = [want and are_among(inputs, each) for want, each in pairs]
+            pairs = zip(wanted[1:3], self.parameters, strict=True)
+            destinations = tuple(destination_of_matrices(each) if want else None for want, each in pairs)
+            kinds = zip((1, 2), wanted[1:3], destinations, strict=True)
+            self.added = frozenset(number for number, want, each in kinds if each is not None or not want)
+        made = self.kernels.moe_mlp_backward(*gradients, *operands, tuple(wanted), destinations)
         return first_order_only(self, made[: len(self.wanted)], *gradients, *operands[:4])
 
 

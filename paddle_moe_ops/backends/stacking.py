@@ -163,11 +163,12 @@ def _accumulated(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
 def destination_of_matrices(given: Tensor | Sequence[Tensor]) -> Destination | None:
     """As `destination_of`, for a parameter or a list of parameters whose gradients are, or are allocated, adjacent.
 
-    None for a list whose gradients are not one tensor: then `stack_or_view` accumulates each.
+    None for a list whose gradients are not one tensor, or that contains a parameter twice: then `stack_or_view`
+    accumulates each.
     """
     if isinstance(given, Tensor):
         return destination_of(given)
-    if any(each.stop_gradient for each in given):
+    if any(each.stop_gradient for each in given) or len(set(map(id, given))) < len(given):
         return None
     owners = [hasattr(each, "main_grad") for each in given]
     held = [each.main_grad if owns else each.grad for each, owns in zip(given, owners, strict=True)]

@@ -11,10 +11,10 @@ import paddle
 from paddle import Tensor
 
 from .. import _checks
-from .._graphs import constant, dense, is_graph_value, numbers_of, to_dtype
+from .._graphs import constant, dense, index_sample, is_graph_value, numbers_of, to_dtype
 from ..backends import RowMaps, Validation, resolve
 from ..routing import calculate_topk, route
-from .row_maps import kept, known_slots, num_rows_of, of_experts, read_index_map
+from .row_maps import as_int32, kept, known_slots, num_rows_of, of_experts, read_index_map
 
 
 def choose_experts(
@@ -39,7 +39,7 @@ def choose_experts(
     chosen_by = scores if corr_bias is None else scores + corr_bias
     # Only the choice is needed, which depends on the values themselves.
     ids = calculate_topk(chosen_by, k, False, False, pre_act=False, post_act=True)[1].astype("int32")
-    return paddle.index_sample(gate_logits, ids), ids
+    return index_sample(gate_logits, ids), ids
 
 
 def ranks_by_slot(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,7 +134,7 @@ def rows_and_maps(
     _checks.tensor(name, "scatter_index", scatter_index, _checks.ID_DTYPES, weights.shape)
     _checks.same_place(name, **{"x": x, argument: weights, "scatter_index": scatter_index})
     takes_part = ~(constant(weights).astype("float32").abs() <= epsilon)
-    return maps_of_slots(name, x, kept(takes_part, to_dtype(scatter_index, paddle.int32)))
+    return maps_of_slots(name, x, kept(takes_part, as_int32(scatter_index)))
 
 
 def combine(name: str, x: Tensor, combine_weights: Tensor, scatter_index: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from .. import _checks
 from .._graphs import filled, is_graph_value, known_sizes, public, to_dtype, without_autocast
 from ..backends import Validation, resolve
 from ._incubate_slots import gradient_of_rows, maps_of_slots, rows_and_maps
-from .row_maps import kept
+from .row_maps import as_int32, kept
 
 __all__ = [
     "moe_combine_no_weight_grad",
@@ -218,7 +218,7 @@ def _slots(
     _checks.tensor(name, argument, weights, (paddle.float32,), ["num_tokens", k])
     _checks.tensor(name, "scatter_index", scatter_index, _checks.ID_DTYPES, [k, weights.shape[0]])
     _checks.same_place(name, **{argument: weights, "scatter_index": scatter_index, "y_grad": rows})
-    return weights > 0, to_dtype(scatter_index, paddle.int32).transpose([1, 0])
+    return weights > 0, as_int32(scatter_index).transpose([1, 0])
 
 
 def _sum_of_rows(name: str, rows: Tensor, slot_rows: Tensor) -> Tensor:

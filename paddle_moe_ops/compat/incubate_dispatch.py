@@ -30,7 +30,7 @@ from ._incubate_slots import (
     rows_and_maps,
     weights_and_index,
 )
-from .row_maps import kept, known_slots, num_rows_of, of_experts, read_index_map
+from .row_maps import as_int32, kept, known_slots, num_rows_of, of_experts, read_index_map
 
 __all__ = [
     "moe_combine",
@@ -156,7 +156,7 @@ def moe_gate_dispatch_partial_nosoftmaxtopk(
     _checks.flag(name, "use_pad", use_pad)
     if _checks.flag(name, "reverse_token_drop", reverse_token_drop) and use_pad:
         _checks.bad_value(name, "reverse_token_drop", "False with use_pad", True)
-    ids = to_dtype(expert_id, paddle.int32)
+    ids = as_int32(expert_id)
     ids = paddle.where((ids < 0) | (ids >= num_experts), paddle.full_like(ids, -1), ids)
     ranks, _, counts = ranks_by_slot(ids, num_experts)
     if reverse_token_drop:

@@ -18,6 +18,7 @@ from ..backends import RowMaps, RowmapSpec, Validation, resolve
 from ..routing import Plan
 
 __all__ = [
+    "as_int32",
     "check_row_id_map",
     "kept",
     "known_slots",
@@ -85,8 +86,7 @@ def read_row_id_map(
         validation: whether bad entries raise.
         check_range: whether rows outside [-1, N) are bad; otherwise they are dropped.
     """
-    if pad_offsets is not None and pad_offsets.dtype == paddle.int64:
-        pad_offsets = pad_offsets.clip(-(2**31), 2**31 - 1).astype("int32")
+    pad_offsets = None if pad_offsets is None else as_int32(pad_offsets)
     if validation > Validation.OFF:
         _check_last_column(function, row_id_map)
     checks = check_range and validation > Validation.OFF, validation > Validation.OFF
@@ -120,6 +120,11 @@ def known_slots(ids: Tensor) -> int:
 def of_experts(values: Tensor, ids: Tensor) -> Tensor:
     """The value of each slot's expert [T, K], from one for each expert or more; that of expert 0 if there is none."""
     return paddle.gather(values, ids.clip(min=0).flatten()).reshape(ids.shape)
+
+
+def as_int32(numbers: Tensor) -> Tensor:
+    """Ids, rows or offsets as int32; those that do not fit stay out of the range of any."""
+    return numbers if numbers.dtype == paddle.int32 else numbers.clip(-(2**31), 2**31 - 1).astype("int32")
 
 
 def kept(is_kept: Tensor, numbers: Tensor) -> Tensor:

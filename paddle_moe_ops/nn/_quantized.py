@@ -11,9 +11,11 @@ import paddle
 from paddle import Tensor, nn
 
 from .. import _checks
+from .._graphs import filled
 from .._options import MatrixFormat
 from ..backends.layers import dequantized
 from ..backends.quantized import FLOAT8_FORMAT, FORMATS, QuantizedMatrices
+from ..expert_parallel.placement import no_experts
 from ..quantization import quantize_experts
 
 __all__ = ["StateOfOneFormat", "codes_of", "matrices_of", "refuse_sharded_state", "replace_matrices", "values_of"]
@@ -79,13 +81,16 @@ def replace_matrices(experts: Any, name: str, matrix_format: MatrixFormat) -> No
         expected = f"one of integer codes with the activation {experts.activation!r}"
         _checks.bad_value(name, "format", expected, repr(matrix_format))
     transposed = [getattr(experts, each).detach().transpose([0, 2, 1]) for each in _MATRICES]
+    has_experts = transposed[0].shape[0] > 0
+    if not has_experts:  # on a rank of a group: the buffers have the shapes of one expert's, but for that number
+        transposed = [filled([1, *each.shape[1:]], 0, each.dtype, like=each) for each in transposed]
     made = quantize_experts(*transposed, format=matrix_format, transpose=True)
     for matrix, codes in zip(_MATRICES, made, strict=True):
         delattr(experts, matrix)  # paddle.summary fails at a parameter that is None
         setattr(experts, matrix, None)
         stored = codes.codes.view("int8") if matrix_format == FLOAT8_FORMAT else codes.codes
-        experts.register_buffer(f"{matrix}_codes", stored)
-        experts.register_buffer(f"{matrix}_scales", codes.scales)
+        for kind, each in (("codes", stored), ("scales", codes.scales)):
+            experts.register_buffer(f"{matrix}_{kind}", each if has_experts else no_experts(each))
     experts.matrix_format = matrix_format
 
 

@@ -483,4 +483,5 @@ def _swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor, hidden: int, intermedi
 
 
 def _multiply_twice(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    return paddle.matmul(swiglu(paddle.matmul(ready_for_matmul(x, gate_up), gate_up)), down)
+    hidden = swiglu(paddle.matmul(ready_for_matmul(x, gate_up), gate_up))
+    return paddle.matmul(hidden if is_graph_value(hidden) else ready_for_matmul(hidden, down), down)

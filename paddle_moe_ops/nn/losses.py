@@ -207,9 +207,9 @@ def _mean(values: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None:
         counts = mask.astype("float32")
         count = counts.sum(axis=-1, keepdim=axis > 0).clip(min=1.0)
-        values = paddle.where(
-            mask if values.ndim == mask.ndim else mask.unsqueeze(-1), values, paddle.zeros_like(values)
-        )
+        if 0 not in values.shape:  # Paddle's backward pass of where fails if recompute by hooks saved no elements
+            counted = mask if values.ndim == mask.ndim else mask.unsqueeze(-1)
+            values = paddle.where(counted, values, paddle.zeros_like(values))
         return values.sum(axis=axis) / count
     if values.shape[axis] >= 0:
         return values.sum(axis=axis) / max(values.shape[axis], 1)

@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from paddle_moe_ops import permute, unpermute
+from paddle_moe_ops.backends.quantized import FORMATS
 from paddle_moe_ops.expert_parallel import ExpertParallel
 from paddle_moe_ops.nn import MoELayer
 from paddle_moe_ops.testing.equality import assert_bits_equal
@@ -97,6 +98,33 @@ def test_a_served_layer_gives_each_step_what_it_gives_alone(format):
         alone = run(served, 2, format=format, order=[step])
         for rank in range(2):
             assert_bits_equal(together[rank][place], alone[rank][0])
+
+
+def served_by_one_expert(format: str) -> list[NDArray]:
+    """Outputs of a layer whose only expert is on the first rank, and those of one process with the same codes."""
+    rank, group = paddle.distributed.get_rank(), paddle.distributed.get_group(0)
+    paddle.seed(7)
+    options = {"norm_topk_prob": False, "num_shared_experts": 0}
+    alone = MoELayer(HIDDEN, INNER, 1, 1, **options).quantize_experts(format)
+    saved, layer = (MoELayer(HIDDEN, INNER, 1, 1, group=group, **options, **DECODING) for _ in range(2))
+    for each in (saved, layer):
+        each.quantize_experts(format)
+    state = alone.state_dict()
+    if rank == 1:
+        state = {name: each[:0] if name.startswith("experts.") else each for name, each in state.items()}
+    saved.set_state_dict(state)
+    layer.set_state_dict(saved.state_dict())
+    layer.eval()
+    with paddle.no_grad():
+        x = paddle.randn([5, HIDDEN])[: 5 - 2 * rank]
+        return [each(x).numpy() for each in (layer, alone)]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_rank_without_experts_serves_those_of_others(format):
+    for out, expected in run(served_by_one_expert, 2, format=format):
+        assert np.abs(expected).max() > 0.01
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_guides_program_runs():

@@ -106,3 +106,34 @@ def test_main_grad_must_be_a_tensor(held):
         ValueError, match=f"moe_mlp: gate_up must be a parameter whose main_grad .* is a {type(held).__name__}"
     ):
         moe_mlp(paddle.randn([T, H]), plan_of_slots(), None, gate_up, parameter(E, I, H), accumulate=True)
+
+
+OPTIONS = {
+    "float8": {"compute": "fp8_1x128"},
+    "composed": {"activation": "geglu"},
+    "Fleet's deferral": {"defer_dw": "fleet"},
+    "Fleet's deferral, composed": {"defer_dw": "fleet", "activation": "geglu"},
+    "Fleet's deferral, float8": {"defer_dw": "fleet", "compute": "fp8_1x128"},
+}
+
+
+@pytest.mark.parametrize("as_list", [False, True], ids=["tensor", "list"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_gradient_of_tokens_alone_adds_nothing_to_those_of_matrices(options, as_list):
+    x, plan = parameter(T, H), plan_of_slots()
+    matrices = [parameter(E, H, 2 * I), parameter(E, I, H)]
+    if as_list:
+        matrices = [[each.detach() for each in one.unbind()] for one in matrices]
+    leaves = [leaf for each in matrices for leaf in (each if as_list else [each])]
+    for each in leaves:
+        each.stop_gradient, each.main_grad = False, paddle.ones(each.shape)
+
+    def loss():
+        return moe_mlp(x, plan, None, *matrices, accumulate=True, **options).square().sum()
+
+    loss().backward()
+    due, before = x.grad, [each.main_grad.numpy() for each in leaves]
+    np.testing.assert_array_equal(paddle.grad([loss()], [x])[0], due)
+    for each, one in zip(leaves, before, strict=True):
+        assert (one != 1).any()
+        np.testing.assert_array_equal(each.main_grad, one)

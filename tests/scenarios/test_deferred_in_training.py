@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -204,3 +205,25 @@ def test_a_parameter_that_is_frozen_before_the_flush_gets_no_gradient():
         assert flush_dw() > 0
         assert experts.gate_up.grad is None
         assert experts.down.grad is not None
+
+
+def test_a_flush_waits_for_the_gradients_that_another_thread_computes():
+    layer, found = MoELayer(H, I, E, K, defer_dw=True), []
+    matrix = layer.experts.down
+
+    def flushed() -> None:
+        flush_dw()
+        found.append(matrix.grad is not None)
+
+    other = threading.Thread(target=flushed)
+
+    def hook(gradient: paddle.Tensor | None) -> None:
+        if gradient is not None:  # at the flush, which has taken this gradient
+            other.start()
+            other.join(0.2)
+
+    matrix.register_hook(hook)
+    layer(paddle.randn([3, H])).sum().backward()
+    assert flush_dw() == 1
+    other.join()
+    assert found == [True]

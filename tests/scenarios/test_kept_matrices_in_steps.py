@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import numpy as np
 import paddle
@@ -12,6 +13,8 @@ import pytest
 from paddle.distributed.fleet.utils import mix_precision_utils, recompute
 
 from paddle_moe_ops import expert_parallel
+from paddle_moe_ops.backends import changes
+from paddle_moe_ops.backends.layers import LayerKernels
 from paddle_moe_ops.expert_parallel import load_checkpoint, save_checkpoint
 from paddle_moe_ops.nn import keep_float8_matrices
 from paddle_moe_ops.testing.equality import assert_bits_equal
@@ -115,3 +118,58 @@ def test_a_file_of_states_that_is_loaded_is_noticed(tmp_path):
         other(x)
         other.set_state_dict(paddle.load(str(tmp_path / "layer.pdparams")))
         assert_bits_equal(other(x), exact(layer, x), what="out")
+
+
+def in_another_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("way", ["written and called", "cleared"])
+def test_a_thread_that_quantises_keeps_nothing_that_another_has_changed(way, monkeypatch):
+    layer, x = new_layer(), paddle.randn([T, H])
+    keep_float8_matrices(layer)
+    quantize, begun, found = LayerKernels.quantize_experts, [], []
+
+    def write_and_call() -> None:
+        layer.experts.down.set_value(2 * layer.experts.down)
+        found.append(layer(x).detach())
+
+    def interrupted(self, *arguments):
+        made = quantize(self, *arguments)
+        if not begun:
+            begun.append(1)
+            in_another_thread(write_and_call if way == "written and called" else layer.experts.float8_matrices.clear)
+        return made
+
+    before = exact(layer, x)
+    monkeypatch.setattr(LayerKernels, "quantize_experts", interrupted)
+    assert_bits_equal(layer(x).detach(), before, what="the call that was interrupted")
+    found.append(layer(x).detach())
+    due = exact(layer, x)
+    assert (due != before).any() == (way == "written and called")
+    for each in found:
+        assert_bits_equal(each, due, what="a later call")
+
+
+def test_a_write_is_noticed_while_another_threads_layer_begins_to_keep_its_matrices(monkeypatch):
+    layer, other, x = new_layer(), new_layer(), paddle.randn([T, H])
+    for each in (layer, other):
+        keep_float8_matrices(each)
+    before = layer(x).detach()
+    range_of, begun = changes._range_of, []
+
+    def interrupted(tensor):
+        found = range_of(tensor)
+        if not begun:
+            begun.append(1)
+            in_another_thread(lambda: other(x))
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(changes, "_range_of", interrupted)
+        layer.experts.down.set_value(2 * layer.experts.down)
+    after = layer(x).detach()
+    assert (after != before).any()
+    assert_bits_equal(after, exact(layer, x), what="out")

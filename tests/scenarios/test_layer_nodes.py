@@ -14,7 +14,7 @@ import paddle
 import pytest
 from paddle.distributed.fleet.utils import recompute
 
-from paddle_moe_ops import Float8Matrices, moe_mlp, route
+from paddle_moe_ops import Float8Matrices, flush_dw, moe_mlp, route
 from paddle_moe_ops.backends.arrays import to_numpy
 from paddle_moe_ops.backends.layers import has_layer_kernels
 from paddle_moe_ops.nn import MoELayer
@@ -224,6 +224,28 @@ def test_lists_of_matrices_accumulate_each(compute):
             assert matrix.grad is None
             made = paddle.zeros_like(expected[name][0]) if matrix.main_grad is None else matrix.main_grad
             np.testing.assert_allclose(made, expected[name][expert], rtol=1e-2, atol=1e-2)
+
+
+@FORMS
+@pytest.mark.parametrize("defers", [False, True], ids=["at-once", "deferred"])
+def test_a_matrix_of_several_experts_gets_the_gradients_of_all(compute, defers):
+    layer = Layer()
+    shared = {name: [each.clone().detach() for each in getattr(layer, name)[:2]] for name in MATRICES}
+    lists = {name: [pair[expert % 2] for expert in range(E)] for name, pair in shared.items()}
+    for name, pair in shared.items():
+        getattr(layer, name).set_value(paddle.stack(lists[name]))
+        for each in pair:
+            each.stop_gradient, each.main_grad = False, None
+    expected = layer.sums(compute=compute)
+    for _ in range(2):  # the sums are new, then old
+        options = {"accumulate": True, "defer_dw": defers, "compute": compute}
+        out = moe_mlp(layer.x, layer.plan, layer.probs, *lists.values(), **options)
+        paddle.autograd.backward([out], [layer.d_out])
+    flush_dw()
+    for name, pair in shared.items():
+        for first, matrix in enumerate(pair):
+            due = 2 * expected[name][first::2].sum(axis=0)
+            np.testing.assert_allclose(matrix.main_grad, due, rtol=1e-2, atol=1e-2 * float(due.abs().max()))
 
 
 @pytest.mark.sampled(2)

@@ -23,6 +23,7 @@ pytestmark = [
 ]
 
 T, H, I, E, K = 24, 12, 6, 5, 2  # noqa: E741
+PARAMETERS = ("router.weight", "experts.gate_up", "experts.down", "shared.gate_up", "shared.down")
 
 
 @pytest.fixture(autouse=True)
@@ -226,6 +227,18 @@ def test_a_rank_without_tokens_takes_part_in_the_backward_pass():
     for parameter in (layer.experts.gate_up, layer.experts.down):
         assert not parameter.main_grad.numpy().any()
         assert parameter.main_grad.shape == parameter.shape
+
+
+@pytest.mark.parametrize("wants_gradient", [False, True])
+@pytest.mark.parametrize("frozen", PARAMETERS)
+def test_a_rank_without_tokens_may_have_a_frozen_part(frozen, wants_gradient):
+    layer, x = MoELayer(H, I, E, K), paddle.zeros([0, H])
+    parameters = dict(layer.named_parameters())
+    parameters[frozen].stop_gradient = True
+    x.stop_gradient = not wants_gradient
+    layer(x).sum().backward()
+    assert {name for name, each in parameters.items() if each.grad is None} == {frozen}
+    assert not any(each.grad.any() for name, each in parameters.items() if name != frozen)
 
 
 def test_checkpoints_know_nothing_of_memory():

@@ -12,6 +12,7 @@ from paddle.autograd import PyLayer
 from paddle.distributed.fleet.utils import recompute
 
 from paddle_moe_ops import Plan, moe_mlp, permute, route, unpermute, use_backend
+from paddle_moe_ops.compat.incubate_dispatch import moe_gate_dispatch, moe_gate_dispatch_permute
 from paddle_moe_ops.nn import MoELayer, SwiGLUExperts
 from paddle_moe_ops.testing.equality import assert_bits_equal
 from tests.ops.dense import assert_close, results
@@ -60,6 +61,25 @@ def test_every_operation(operation, tokens, routed, use_reentrant, place, backen
 def test_every_operation_on_interpreted_kernels(operation, tokens, routed, use_reentrant, interpreted):
     with use_backend("triton"):
         check_operation(operation, tokens, routed, use_reentrant, "cpu")
+
+
+CHOICES = {
+    "moe_gate_dispatch": lambda x, gates: moe_gate_dispatch(x, gates, None, K, 2, True)[:2],
+    "moe_gate_dispatch, without padding": lambda x, gates: moe_gate_dispatch(x, gates, None, K, 2, False)[:2],
+    "moe_gate_dispatch_permute": lambda x, gates: moe_gate_dispatch_permute(x, gates, None, K, 2, 1)[:2],
+    "route, with a capacity": lambda x, gates: (route(gates > 0, gates, topk=K, capacity=2).row_probs, x * 1),
+}
+
+
+@pytest.mark.sampled(4)
+@BY
+@pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES)
+def test_choices_of_experts_for_no_tokens(choose, use_reentrant, place, backend):
+    x, gates = paddle.zeros([0, H]), paddle.zeros([0, E])
+    x.stop_gradient = gates.stop_gradient = False
+    chosen = recompute(choose, x, gates, use_reentrant=use_reentrant)
+    sum(each.sum() for each in chosen).backward()
+    assert (x.grad.shape, gates.grad.shape) == ([0, H], [0, E])
 
 
 def plan_of(tokens, routed, **options):
@@ -167,11 +187,13 @@ def test_layers_of_experts_on_interpreted_kernels(layer, plan, use_reentrant, in
 
 @BY
 @pytest.mark.parametrize("options", [{}, {"capacity_factor": 0.75}, {**FLOAT8}], ids=["plain", "capacity", "float8"])
-def test_a_layer_without_tokens(options, use_reentrant, place, backend):
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_layer_without_tokens(masked, options, use_reentrant, place, backend):
     layer, x = MoELayer(H, I, E, K, **options), paddle.zeros([0, H])
+    mask = paddle.zeros([0], "bool") if masked else None
 
     def all_of(x):
-        return layer(x), layer.aux_loss, layer.z_loss
+        return layer(x, mask=mask), layer.aux_loss, layer.z_loss
 
     assert_close(
         results(layer, x, lambda x: recompute(all_of, x, use_reentrant=use_reentrant)), results(layer, x, all_of)

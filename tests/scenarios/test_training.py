@@ -287,3 +287,26 @@ def test_a_copied_plan_is_a_plan(copied, with_probs, rng, place, backend):
     expected = np.full((9, H), K) if probs is None else np.tile(probs.numpy().sum(1, keepdims=True), H)
     np.testing.assert_allclose(x.grad.numpy(), expected, rtol=1e-6)
     assert_bits_equal(rows, permute(x, plan)[0])
+
+
+@pytest.mark.parametrize("weights", ["probs", "row_probs"])
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "hooks"])
+def test_a_recomputed_function_reads_a_plan_from_outside(use_reentrant, weights, rng, place, backend):
+    given = [rng.standard_normal((9, H), np.float32), rng.random((9, K), np.float32)]
+    ids = paddle.to_tensor(np.stack([rng.permutation(E)[:K] for _ in range(9)]), place=place)
+
+    def gradients(call):
+        x, scores = (paddle.to_tensor(each, place=place, stop_gradient=False) for each in given)
+        probs = scores * scores
+        plan = route(ids, probs, num_experts=E)
+
+        def layer(x, probs):
+            return unpermute(paddle.tanh(permute(x, plan)[0]), plan, probs if weights == "probs" else plan.row_probs)
+
+        call(layer, x, probs).square().sum().backward()
+        return x.grad, scores.grad
+
+    due = gradients(lambda layer, *arguments: layer(*arguments))
+    made = gradients(lambda layer, *arguments: recompute(layer, *arguments, use_reentrant=use_reentrant))
+    for got, expected in zip(made, due, strict=True):
+        assert_bits_equal(got, expected, what="gradient")

@@ -13,7 +13,7 @@ from ... import _checks
 from ..._graphs import beside, dense, float32, is_graph_value, to_dtype
 from ...backends import RowMaps, Validation, resolve
 from ...routing import route, slot_probs
-from ..row_maps import kept, known_slots, num_rows_of, of_experts, read_index_map
+from ..row_maps import as_int32, kept, known_slots, num_rows_of, of_experts, read_index_map
 from .codes import times
 from .selection import sum_of_slots
 
@@ -63,7 +63,7 @@ def placed(
             duplicates="each",
             validate=validate,
         )
-    ids = to_dtype(topk_ids, paddle.int32)
+    ids = as_int32(topk_ids)
     ids = kept((ids >= 0) & (ids < num_experts), ids)
     places = plan.slot_to_row - of_experts(plan.expert_offsets, ids)
     fits = (ids >= 0) & (places < of_experts(sizes, ids))
