@@ -79,17 +79,27 @@ class Result(NamedTuple):
 
 
 class Sample:
-    """The faults of an area in their order, of which `count` are tried; `done` has results of earlier runs."""
+    """The faults of an area in their order, of which `count` are tried; `done` has results of earlier runs.
 
-    def __init__(self, tree: Path, area: str, count: int, seed: int, done: list[Result]) -> None:
+    If survivors are tried `again`, they come first.
+    """
+
+    def __init__(
+        self, tree: Path, area: str, count: int, seed: int, done: list[Result], *, again: bool = False
+    ) -> None:
         self.area, self.count = area, count
         self.is_cpp = AREAS[area].sources[0].endswith(".cc")
         faults_of = cpp.faults_of if self.is_cpp else faults.faults_of
         found = [(path, (tree / path).read_bytes()) for path in files_of(tree, AREAS[area].sources)]
         self.all = [Mutant(path, fault) for path, source in found for fault in faults_of(source)]
         self.sources = dict(found)
-        self._left = iter(kinds_in_turn(self.all, [self.difference(each) for each in self.all], seed))
+        order = kinds_in_turn(self.all, [self.difference(each) for each in self.all], seed)
         self._done = {(each.path, each.difference): each for each in done if each.area == area}
+        if again:
+            survivors = {key for key, each in self._done.items() if each.survived}
+            order.sort(key=lambda each: (each.path, self.difference(each)) not in survivors)
+            self._done = {key: each for key, each in self._done.items() if not each.survived}
+        self._left = iter(order)
         self.results: list[Result] = []
         self._running, self._lock = 0, threading.Lock()
 
@@ -194,7 +204,9 @@ class Run:
     def areas(self, names: list[str], known: list[Result]) -> list[Sample]:
         """Tries a sample of each area and prints what survives."""
         options = self._options
-        samples = [Sample(self._tree, name, options.mutants, options.seed, known) for name in names]
+        samples = [
+            Sample(self._tree, name, options.mutants, options.seed, known, again=options.again) for name in names
+        ]
         trying: list[concurrent.futures.Future[None]] = []
         following = self._recording(samples[0])
         for sample, after in zip(samples, [*samples[1:], None], strict=True):
@@ -316,7 +328,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="how many are tried at once, each in a copy of its own")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no mutant is begun later than this")
     parser.add_argument("--results", type=Path, help="lines of JSON; mutants with a line there are not tried again")
-    parser.add_argument("--again", action="store_true", help="try those again that survived in --results")
+    parser.add_argument("--again", action="store_true", help="try those first that survived in --results")
     parser.add_argument("--leave-out", action="store_true", help="leave tests out that fail without a fault")
     parser.add_argument("--table", type=Path, nargs="+", help="print a page of these results and try nothing")
     options = parser.parse_args()
@@ -324,8 +336,6 @@ def main() -> None:
         print(table(options.tree, options.table, options.mutants, options.seed), end="")
         return
     known = results_in([options.results] if options.results is not None and options.results.exists() else [])
-    if options.again:
-        known = [each for each in known if not each.survived]
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         samples = Run(options, Path(folder)).areas(options.area or list(AREAS), known)
     print(f"\n{'area':12}{'mutants':>8}{'survived':>10}{'share':>8}{'equivalent':>12}")
