@@ -10,7 +10,11 @@ import re
 EQUIVALENT = (
     (r"_build_check\.py", "method dropped", r"^PACKAGE = ", "the folder by another path"),
     (r"bench/layer_calls\.py", "with dropped", r"^    with paddle\.no_grad\(\):$", "only memory"),
-    (r"bench/measure\.py", "method dropped", r"paddle\.device\.synchronize", "needs a GPU"),
+    (r"bench/measure\.py", "(method|statement) dropped", r"paddle\.device\.synchronize", "needs a GPU"),
+    (r"bench/measure\.py", "keyword dropped", r'encoding="ascii"', "a number reads the same in any encoding"),
+    (r"bench/layer_calls\.py", "keyword dropped", r"fused_moe\(", "needs a GPU"),
+    (r"bench/run\.py", "elements swapped", r"in \(signal\.SIGINT, signal\.SIGTERM\)", "in any order"),
+    (r"bench/run\.py", "method dropped", r"if measure\.on_cpu\(\)", "needs a GPU"),
     (r"bench/picture\.py", "", r"margins\(|axes\.(text|set_|plot|legend|invert|spines)|figsize", "looks"),
     (
         r"bench/calls\.py",
