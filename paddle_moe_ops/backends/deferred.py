@@ -34,7 +34,6 @@ from .stacking import destination_of_matrices, parts_of
 __all__ = [
     "FLEET",
     "Deferral",
-    "are_among",
     "deferral_of",
     "detached",
     "discard_dw",
@@ -43,6 +42,7 @@ __all__ = [
     "owned",
     "reducing_wrapper",
     "refuse_pending",
+    "wanted_among",
     "why_not_deferred",
 ]
 
@@ -143,6 +143,13 @@ def _reduces(wrapper: paddle.DataParallel, leaves: Iterable[Tensor]) -> bool:
 def are_among(inputs: Sequence[Tensor], given: Matrices) -> bool:
     """True if some of these matrices are among the inputs."""
     return any(each is one for each in _listed(given) for one in inputs)
+
+
+def wanted_among(inputs: Sequence[Tensor] | None, wanted: Sequence[bool], given: Sequence[Matrices]) -> Sequence[bool]:
+    """True for matrices whose gradients a pass computes: wanted ones, in `paddle.grad` only those of its inputs."""
+    if inputs is None:
+        return wanted
+    return [want and are_among(inputs, each) for want, each in zip(wanted, given, strict=True)]
 
 
 def _listed(given: Matrices) -> Sequence[Tensor]:
@@ -278,8 +285,7 @@ def finished(
     if paddle.is_grad_enabled():
         raise RuntimeError(f"{call.function}: create_graph=True is not supported with defer_dw={deferral.mode!r}")
     inputs = inputs_of_partial_gradient()
-    if inputs is not None:
-        wanted = [want and are_among(inputs, each) for want, each in zip(wanted, deferral.matrices, strict=True)]
+    wanted = wanted_among(inputs, wanted, deferral.matrices)
     pending = _Pending(call.function, deferral, wanted, compute, read)
     store = getattr(sys.modules.get(_STORE), "WeightGradStore", None)
     in_fleet = store is not None and store.enabled
@@ -288,7 +294,7 @@ def finished(
         made = pending.gradients()
         if inputs is not None:  # Paddle refuses others
             pairs = zip(made, deferral.leaves, strict=True)
-            made = [each if any(leaf is one for one in inputs) else None for each, leaf in pairs]
+            made = [each if are_among(inputs, leaf) else None for each, leaf in pairs]
     elif inputs is not None:  # whose gradients alone are wanted
         if are_among(inputs, deferral.leaves):
             raise RuntimeError(

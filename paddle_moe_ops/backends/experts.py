@@ -25,7 +25,7 @@ from .base import (
     maps_of_layer,
 )
 from .changes import Watched, changes_of, count_changes, samples_of
-from .deferred import are_among, finished, owned
+from .deferred import finished, owned, wanted_among
 from .stacking import alias_of, destination_of_matrices, stack_or_view
 
 __all__ = [
@@ -394,10 +394,7 @@ class MoeMlp(Call):
         destinations: tuple[Any, ...] = (None, None)
         self.added = frozenset()
         if self.parameters:
-            inputs = inputs_of_partial_gradient()
-            if inputs is not None:
-                pairs = zip(wanted[1:3], self.parameters, strict=True)
-                wanted[1:3] = [want and are_among(inputs, each) for want, each in pairs]
+            wanted[1:3] = wanted_among(inputs_of_partial_gradient(), wanted[1:3], self.parameters)
             pairs = zip(wanted[1:3], self.parameters, strict=True)
             destinations = tuple(destination_of_matrices(each) if want else None for want, each in pairs)
             kinds = zip((1, 2), wanted[1:3], destinations, strict=True)
