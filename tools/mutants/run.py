@@ -93,7 +93,8 @@ class Sample:
         found = [(path, (tree / path).read_bytes()) for path in files_of(tree, AREAS[area].sources)]
         self.all = [Mutant(path, fault) for path, source in found for fault in faults_of(source)]
         self.sources = dict(found)
-        order = kinds_in_turn(self.all, [self.difference(each) for each in self.all], seed)
+        self._differences = {each: self._difference(each) for each in self.all}
+        order = kinds_in_turn(self.all, [self._differences[each] for each in self.all], seed)
         self._done = {(each.path, each.difference): each for each in done if each.area == area}
         if again:
             survivors = {key for key, each in self._done.items() if each.survived}
@@ -150,6 +151,9 @@ class Sample:
         return Result(self.area, mutant.path, fault.line, fault.kind, difference, how, survived, round(seconds, 1))
 
     def difference(self, mutant: Mutant) -> str:
+        return self._differences[mutant]
+
+    def _difference(self, mutant: Mutant) -> str:
         old, new = self._lines(mutant)
         lines = difflib.unified_diff(old.splitlines(), new.splitlines(), n=0, lineterm="")
         return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
