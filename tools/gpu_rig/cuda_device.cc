@@ -33,8 +33,8 @@ C_Status DeinitDevice(const C_Device) { return C_SUCCESS; }
 C_Status SetDevice(const C_Device device) { RIG_RETURN(cudaSetDevice(device->id)); }
 C_Status GetDevice(const C_Device device) { RIG_RETURN(cudaGetDevice(&device->id)); }
 
-// The interface has no priority. The first stream of a process is that of the operators. Others have the highest priority:
-// programs use them for work beside it.
+// The interface has no priority. The first stream of a process is that of the operators. Side streams have the highest
+// priority.
 C_Status CreateStream(const C_Device device, C_Stream* stream) {
   static std::atomic<bool> is_first{true};
   RIG_TRY(cudaSetDevice(device->id));
